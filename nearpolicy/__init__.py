@@ -1,0 +1,8 @@
+"""Nearpolicy: asynchronous RL post-training of language models that you can trust and take apart.
+
+Importing this module loads nothing heavy; names are resolved when they are first used.
+"""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"

@@ -1,0 +1,307 @@
+"""What flows through the system: small frozen records over read-only numpy arrays.
+
+    Prompt -> Admission -> Rollout (segments) -> Group (with verdicts) -> Batch (with advantages)
+
+Each type means "this much is known"; no later stage fills fields into an earlier one. Arrays are marked read-only when a
+record is made, so that a record can be shared between threads without a copy.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+_EMPTY: Mapping[str, Any] = MappingProxyType({})
+
+
+def read_only(values: Any, dtype: Any) -> np.ndarray:
+    """A contiguous array of ``dtype`` that nobody can write to; copies only what is not already so."""
+    array = np.ascontiguousarray(values, dtype=dtype)
+    if array.flags.writeable:
+        array = array.copy() if array is values else array
+        array.setflags(write=False)
+    return array
+
+
+class Finish(enum.Enum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    """The policy chose a stop token, or a stop string appeared."""
+    LENGTH = "length"
+    """The length limit cut it; the last token is not an end token."""
+    ABORTED = "aborted"
+    """Somebody called abort; what was sampled so far is kept."""
+    FAILED = "failed"
+    """The engine could not finish it."""
+
+
+class Outcome(enum.Enum):
+    """How a verification ended. Only ``SCORED`` ever becomes a number."""
+
+    SCORED = "scored"
+    ABSTAINED = "abstained"
+    """The verifier has nothing to say about this completion; it takes part in no baseline of this source."""
+    FAILED = "failed"
+    """The verifier, not the completion, is at fault (crash, deadline, malformed answer)."""
+
+
+class Fate(enum.Enum):
+    """What became of a sampled token; the sum over all fates equals the tokens generated (I2)."""
+
+    IN_FLIGHT = "in_flight"
+    TRAINED = "trained"
+    MASKED = "masked"
+    """In a trained group, but excluded by a rule (truncated completion, unscored sample)."""
+    ZERO_ADVANTAGE = "zero_advantage"
+    FILTERED = "filtered"
+    FAILED = "failed"
+    EXPIRED = "expired"
+    ABORTED = "aborted"
+    LOST = "lost"
+    """Admitted, but not stored when a process died; found at restart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One question of a task, before it is rendered into tokens."""
+
+    id: str
+    """Stable name within its task, for people and for reports; never a source of randomness."""
+    task: str
+    text: str | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    """Chat messages; exactly one of ``text`` and ``messages`` is set."""
+    columns: Mapping[str, Any] = field(default_factory=lambda: _EMPTY)
+    """Everything else in the row, passed to rewards by name."""
+    attachments: Mapping[str, Any] = field(default_factory=lambda: _EMPTY)
+    """Opaque objects for environments; they do not leave the process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """A prompt that holds a slot. ``index`` decides prompt, random numbers and place in the queue."""
+
+    index: int
+    prompt: Prompt
+    seed: int
+    """Seed of the run; random numbers come from (seed, index, sample, turn, position, purpose)."""
+    version: int
+    """Newest published version at admission: no token of this admission is older."""
+    attempt: int = 0
+    """Counts retries; a retry keeps its index and therefore repeats its numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Segment:
+    """A stretch of tokens that the learner sees as one row. Position t means the same token in every array."""
+
+    context_ids: np.ndarray
+    """[C] int32: everything the model had read before; never trained."""
+    token_ids: np.ndarray
+    """[T] int32: sampled tokens, the end token included if the policy chose it, and observations between them."""
+    mask: np.ndarray
+    """[T] bool: True where the policy chose the token."""
+    behavior_logprobs: np.ndarray
+    """[T] float32 log mu(token) under the distribution really sampled from; 0 where mask is False."""
+    versions: np.ndarray
+    """[T] int32 weights that sampled each token; -1 where mask is False."""
+    finish: Finish
+    extras: Mapping[str, np.ndarray] = field(default_factory=lambda: _EMPTY)
+    """Named per-token arrays, empty by default."""
+
+    def __post_init__(self) -> None:
+        for name, dtype in _SEGMENT_DTYPES.items():
+            object.__setattr__(self, name, read_only(getattr(self, name), dtype))
+        lengths = {name: len(getattr(self, name)) for name in ("token_ids", "mask", "behavior_logprobs", "versions")}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"a segment's per-token arrays must have one length, found {lengths}")
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens the policy chose."""
+        return int(self.mask.sum())
+
+
+_SEGMENT_DTYPES = {
+    "context_ids": np.int32,
+    "token_ids": np.int32,
+    "mask": np.bool_,
+    "behavior_logprobs": np.float32,
+    "versions": np.int32,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rollout:
+    """One attempt at a prompt: its segments, and the text people and verifiers read."""
+
+    sample: int
+    """Place in the group, 0 .. G-1."""
+    segments: tuple[Segment, ...]
+    text: str
+    """Decoded sampled tokens without the stop token or stop string. Never tokenised again."""
+    numerics: str = "exact"
+    """Mode of the engine that made it: exact or fast."""
+    lineage: int = 0
+
+    @property
+    def finish(self) -> Finish:
+        return self.segments[-1].finish if self.segments else Finish.FAILED
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(segment.num_sampled for segment in self.segments)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Smallest version among the sampled tokens, or None without any."""
+        oldest = [int(s.versions[s.mask].min()) for s in self.segments if s.mask.any()]
+        return min(oldest, default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What one reward source said of one rollout."""
+
+    outcome: Outcome
+    value: float | None = None
+    """The score; a finite number exactly when the outcome is ``SCORED``."""
+    parts: Mapping[str, float] = field(default_factory=lambda: _EMPTY)
+    """Named scalars the value is made of, for reports."""
+    arrays: Mapping[str, np.ndarray] = field(default_factory=lambda: _EMPTY)
+    """Named per-token arrays."""
+    reason: str = ""
+    """Free text for people: why it abstained or failed."""
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        finite = self.value is not None and np.isfinite(self.value)
+        if (self.outcome is Outcome.SCORED) != finite or (self.value is not None and not finite):
+            raise ValueError(f"a verdict that is {self.outcome.value} cannot carry the value {self.value!r}")
+
+    @classmethod
+    def scored(cls, value: float, **parts: float) -> Verdict:
+        return cls(outcome=Outcome.SCORED, value=float(value), parts=MappingProxyType(parts) if parts else _EMPTY)
+
+    @classmethod
+    def abstained(cls, reason: str = "") -> Verdict:
+        return cls(outcome=Outcome.ABSTAINED, reason=reason)
+
+    @classmethod
+    def failed(cls, reason: str) -> Verdict:
+        return cls(outcome=Outcome.FAILED, reason=reason)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Group:
+    """All rollouts of one admission with their verdicts; complete, or failed with a reason."""
+
+    admission: Admission
+    rollouts: tuple[Rollout, ...] = ()
+    verdicts: tuple[Mapping[str, Verdict], ...] = ()
+    """One mapping from reward source to verdict per rollout."""
+    rewards: tuple[float | None, ...] = ()
+    """Weighted sum of the scored sources per rollout; None if nothing scored it."""
+    failure: str | None = None
+    """Why the admission gave nothing to train on; the rollouts made so far stay, for the ledger."""
+
+    @property
+    def index(self) -> int:
+        return self.admission.index
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(rollout.num_sampled for rollout in self.rollouts)
+
+    @property
+    def oldest_version(self) -> int:
+        """Smallest version among all sampled tokens; the version at admission if there is none."""
+        oldest = [v for v in (rollout.oldest_version for rollout in self.rollouts) if v is not None]
+        return min(oldest, default=self.admission.version)
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether at least two rollouts were scored and differ."""
+        scored = {reward for reward in self.rewards if reward is not None}
+        return len(scored) > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Row:
+    """One segment with the advantage of each of its tokens: what a learner trains on."""
+
+    group: int
+    """Admission index."""
+    sample: int
+    segment: Segment
+    trained: np.ndarray
+    """[T] bool: the segment's mask without the tokens a rule excludes."""
+    advantages: np.ndarray
+    """[T] float32, 0 where ``trained`` is False."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "trained", read_only(self.trained, np.bool_))
+        object.__setattr__(self, "advantages", read_only(self.advantages, np.float32))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Batch:
+    """The data of one step, in an order that does not depend on timing, before any sharding."""
+
+    step: int
+    places: int
+    """Groups a step has room for; filtered and failed groups leave their place empty."""
+    groups: tuple[Group, ...]
+    rows: tuple[Row, ...]
+    """In (group index, sample, segment) order."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Trained tokens: the divisor of a token mean."""
+        return sum(int(row.trained.sum()) for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What a learner says after a step."""
+
+    version: int
+    """Steps the weights now contain."""
+    updates: int
+    """Optimizer steps taken since the start of the run."""
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRecord:
+    """Identity of published weights. (lineage, version) never names two weights."""
+
+    lineage: int
+    version: int
+    updates: int
+    fingerprint: str
+    parent: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One entry of the run's time line; report, watchdog, dashboard and trace export read nothing else."""
+
+    time: float
+    """Seconds of the monotonic clock since the run's anchor."""
+    role: str
+    kind: str
+    instance: int = 0
+    admission: int | None = None
+    sample: int | None = None
+    segment: int | None = None
+    version: int | None = None
+    seconds: float | None = None
+    """Duration, for kinds that span time; ``time`` is then the start."""
+    numbers: Mapping[str, Any] = field(default_factory=lambda: _EMPTY)

@@ -1,0 +1,241 @@
+"""Who handles the records: one Protocol per role, and the small values their calls carry.
+
+The pipeline knows roles only through this module; `nearpolicy.launch` builds the real ones. Calls that cross from the
+control plane (asyncio) into a role are coroutines, so that a role may live in a thread, a process or an actor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from nearpolicy.records import (
+    Admission,
+    Batch,
+    Event,
+    Fate,
+    Finish,
+    Group,
+    Prompt,
+    Rollout,
+    StepReport,
+    Verdict,
+    VersionRecord,
+    read_only,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn. Log-probabilities are those of the distribution that remains after all of it."""
+
+    temperature: float = 1.0
+    """0 takes the most likely token (evaluation only)."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps all."""
+    min_p: float = 0.0
+    max_tokens: int = 16
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    """Strings; a completion ends with the token that completes one of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Request:
+    """``n`` independent completions of one token sequence."""
+
+    id: str
+    """Unique within a run."""
+    token_ids: np.ndarray
+    """[P] int32."""
+    sampling: Sampling
+    n: int
+    seed: int
+    admission: int
+    """Admission index; with seed, sample, turn, position and purpose it decides the random numbers."""
+    turn: int = 0
+    purpose: str = "rollout"
+    """rollout or evaluation: a part of the random key, and the ledger it is counted in."""
+    policy: str = "policy"
+    version: int | None = None
+    """Start only under this version; None takes the newest."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", read_only(self.token_ids, np.int32))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Completion:
+    """One finished sequence of a request."""
+
+    request: str
+    sample: int
+    token_ids: np.ndarray
+    """[T] int32, a chosen stop token included."""
+    logprobs: np.ndarray
+    """[T] float32 under the distribution really sampled from."""
+    versions: np.ndarray
+    """[T] int32 weights that sampled each token."""
+    finish: Finish
+    extras: Mapping[str, np.ndarray] = field(default_factory=dict)
+    reason: str = ""
+    """Set when the finish is FAILED."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a generator can promise; a recipe that needs more is refused."""
+
+    numerics: str
+    """exact or fast."""
+    seeded: bool
+    batch_invariant: bool
+    resumable: bool
+    in_flight_update: bool
+    prefix_cache: bool
+    adapters: bool
+    proof: str
+    """How it shows its weights: fingerprint, probe or none."""
+    returns_token_ids: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Weights:
+    """Weights on their way from learner to generators, under canonical Hugging Face names."""
+
+    record: VersionRecord
+    tensors: Mapping[str, torch.Tensor]
+    digests: Mapping[str, str]
+    """xxh3-128 of each tensor's bytes, tied tensors once."""
+
+
+class Generator(Protocol):
+    """Samples completions of requests under one version of the weights at a time."""
+
+    def submit(self, request: Request) -> AsyncIterator[Completion]:
+        """Completions in the order they end; each sample exactly once, also when it fails or is aborted."""
+        ...
+
+    async def abort(self, request_ids: Iterable[str]) -> None: ...
+
+    async def pause(self) -> None:
+        """No token is sampled after this returns, until `resume`."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def load(self, weights: Weights) -> Mapping[str, str]:
+        """Compute under these weights from now on; returns the digests of the memory computed from."""
+        ...
+
+    def capabilities(self) -> Capabilities: ...
+
+
+class Verifier(Protocol):
+    """Judges completions. Failures come back as verdicts, never as exceptions or numbers."""
+
+    async def score(self, prompt: Prompt, rollout: Rollout) -> Mapping[str, Verdict]:
+        """One verdict per reward source of the prompt's task."""
+        ...
+
+
+class Environment(Protocol):
+    """Turns an admission into a group: generate and verify, perhaps over several turns."""
+
+    async def run(self, admission: Admission) -> Group:
+        """Failures are data: the group says so and this does not raise."""
+        ...
+
+
+class PromptSource(Protocol):
+    """Prompts by admission index, a pure function of (seed, index), so that resume needs only a number."""
+
+    def prompt(self, index: int) -> Prompt | None:
+        """The prompt of this admission, or None if the data ended."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """The right to run one admission; given back by fill, retire or expire."""
+
+    admission: Admission
+
+
+class RolloutQueue(Protocol):
+    """Holds groups between environments and learner, none older than the bound when consumed."""
+
+    async def reserve(self) -> Slot | None:
+        """Waits while generation is far enough ahead; None when no admission is left."""
+        ...
+
+    def fill(self, slot: Slot, group: Group) -> None: ...
+
+    async def take(self, count: int) -> Sequence[Group]:
+        """The next ``count`` groups; fewer only when no admission is left."""
+        ...
+
+    def complete(self, step: int) -> None:
+        """The learner has finished the step that consumed the last `take`."""
+        ...
+
+    def retire(self, version: int) -> None:
+        """Weights that contain ``version`` steps are published: the slots of those steps are free."""
+        ...
+
+
+class Learner(Protocol):
+    """Holds the weights that change."""
+
+    async def step(self, batch: Batch) -> StepReport: ...
+
+    async def weights(self, record_parent: int | None) -> Weights: ...
+
+    async def save(self, path: str) -> None:
+        """A checkpoint folder: Hugging Face files, and the full training state beside them."""
+        ...
+
+
+class WeightSync(Protocol):
+    """Makes every generator hold and prove a version."""
+
+    async def publish(self) -> VersionRecord: ...
+
+
+class RunStore(Protocol):
+    """The durable record of a run. Calls return at once; the writer commits in order, in its own thread."""
+
+    def admitted(self, admission: Admission) -> None: ...
+
+    def filled(self, group: Group) -> None: ...
+
+    def consumed(self, batch: Batch, report: StepReport, fates: Mapping[tuple[int, int], Mapping[Fate, int]]) -> None:
+        """``fates``: (admission index, sample) -> fate -> tokens, for every group the step used up."""
+        ...
+
+    def discarded(self, group: Group, fate: Fate, reason: str) -> None: ...
+
+    def published(self, record: VersionRecord, wall_s: float) -> None: ...
+
+    def event(self, event: Event) -> None: ...
+
+    def flush(self) -> None:
+        """Returns when everything said so far is committed."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Telemetry(Protocol):
+    """Takes events and step metrics."""
+
+    def event(self, role: str, kind: str, **fields: Any) -> None: ...
+
+    def log_step(self, step: int, metrics: Mapping[str, float]) -> None: ...
