@@ -1,0 +1,354 @@
+"""The whole recipe: one field per section, the checks that involve two of them, and the way from YAML and back.
+
+    file.yaml + section.key=value  ->  load_recipe  ->  RunConfig  ->  dump_resolved  ->  the run folder's config.yaml
+
+Every key is used or refused (K49). All problems of a recipe are reported at once, one line each. Nothing here loads
+torch or transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+
+from nearpolicy.errors import ConfigError
+from nearpolicy.evaluate.config import EvaluationConfig
+from nearpolicy.generator.config import GeneratorConfig, SamplingConfig
+from nearpolicy.learner.config import CheckpointConfig, LearnerConfig, WarmStartConfig
+from nearpolicy.models.config import ModelConfig
+from nearpolicy.objectives.config import ObjectiveConfig
+from nearpolicy.recipe_keys import explain_unknown_key
+from nearpolicy.rollout_queue.config import QueueConfig
+from nearpolicy.settings import ConfigModel
+from nearpolicy.store.config import StoreConfig
+from nearpolicy.sync.config import SyncConfig
+from nearpolicy.tasks.config import TaskConfig
+from nearpolicy.telemetry.config import TelemetryConfig
+
+
+class RunSection(ConfigModel):
+    """Section `run`: what the run is called, where it lives, how long it goes on."""
+
+    name: str = Field("run", min_length=1)
+    """Names the run; unless set, the file name of the recipe."""
+    dir: str | None = None
+    """The run folder. Left out: `runs/NAME-NUMBER`, with the first free number."""
+    seed: NonNegativeInt = 0
+    """Decides prompts, held-out sets and every sampled token."""
+    steps: PositiveInt
+    """Steps to train."""
+    numerics: Literal["exact", "fast"] | None = None
+    """`exact`: engine and learner agree bit for bit (float32 on a CPU). `fast`: the gap is measured and corrected. Left
+    out: `exact` wherever it is to be had."""
+    keep_versions: bool = False
+    """Keep the weights of every published version in the run folder."""
+
+
+class RuntimeConfig(ConfigModel):
+    """Section `runtime`: where the roles live. `runtime: inline` is short for `runtime: {kind: inline}`."""
+
+    kind: Literal["inline"] = "inline"
+    """`inline`: one process, a thread for the engine and one for the learner."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_word_is_the_kind(cls, value: Any) -> Any:
+        return {"kind": value} if isinstance(value, str) else value
+
+
+class RunConfig(ConfigModel):
+    """A resolved recipe. Roles get their own section, never this."""
+
+    run: RunSection
+    """Name, folder, seed, length."""
+    model: ModelConfig
+    """The weights the run starts from."""
+    tasks: list[TaskConfig] = Field(min_length=1)
+    """Prompts and rewards."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How training completions are drawn."""
+    generator: GeneratorConfig = GeneratorConfig()
+    """The embedded engine."""
+    queue: QueueConfig = QueueConfig()
+    """Batch size, staleness, time limits."""
+    objective: ObjectiveConfig = ObjectiveConfig()
+    """Advantages, loss, correction."""
+    learner: LearnerConfig = LearnerConfig()
+    """Optimizer and micro-batches."""
+    sync: SyncConfig = SyncConfig()
+    """Publication of weights."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Held-out accuracy."""
+    warm_start: WarmStartConfig = WarmStartConfig()
+    """Supervised steps before step 0."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """What is kept of the weights."""
+    store: StoreConfig = StoreConfig()
+    """The durable record."""
+    telemetry: TelemetryConfig = TelemetryConfig()
+    """Where metrics go."""
+    runtime: RuntimeConfig = RuntimeConfig()
+    """Where the roles live."""
+
+    @property
+    def numerics(self) -> Literal["exact", "fast"]:
+        """The mode asked for; what the machine can really do is probed at start."""
+        return self.run.numerics or ("exact" if self.model.dtype == "float32" else "fast")
+
+    @property
+    def completions_per_step(self) -> int:
+        return self.queue.prompts_per_step * self.sampling.num_generations
+
+    @model_validator(mode="after")
+    def _roles_fit_together(self) -> Self:
+        problems = list(contradictions(self))
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+def contradictions(config: RunConfig) -> Iterator[str]:
+    """Settings of different sections that cannot work together, one sentence each."""
+    queue, sampling, learner, objective = config.queue, config.sampling, config.learner, config.objective
+    if config.sync.weight_sync_steps - 1 > queue.max_staleness:
+        yield (
+            f"sync.weight_sync_steps={config.sync.weight_sync_steps} lets weights grow "
+            f"{config.sync.weight_sync_steps - 1} steps old before the next publication, but "
+            f"queue.max_staleness={queue.max_staleness}; raise the bound or publish more often"
+        )
+    if queue.prompts_per_step % learner.minibatches:
+        yield (
+            f"queue.prompts_per_step={queue.prompts_per_step} cannot be cut into "
+            f"learner.minibatches={learner.minibatches} equal parts; make it a multiple"
+        )
+    if objective.advantage == "grpo" and sampling.num_generations < 2:
+        yield (
+            "sampling.num_generations=1 leaves objective.advantage=grpo nothing to compare with, "
+            "every advantage would be 0; use at least 2"
+        )
+    if objective.loss == "pg" and learner.updates_per_step > 1:
+        yield (
+            f"objective.loss=pg is right for one update per step, but learner.num_iterations x learner.minibatches is "
+            f"{learner.updates_per_step}; use objective.loss=ppo_clip, or set both to 1"
+        )
+    longest = sampling.max_prompt_length + sampling.max_completion_length
+    if longest > learner.max_tokens_per_microbatch:
+        yield (
+            f"learner.max_tokens_per_microbatch={learner.max_tokens_per_microbatch} cannot hold one sequence of "
+            f"sampling.max_prompt_length + sampling.max_completion_length = {longest} tokens; "
+            "raise it or shorten sequences"
+        )
+    if config.run.numerics == "exact" and config.model.dtype != "float32":
+        yield f"run.numerics=exact needs model.dtype=float32, found {config.model.dtype}; use run.numerics=fast"
+    yield from _task_contradictions(config)
+
+
+def _task_contradictions(config: RunConfig) -> Iterator[str]:
+    names = [task.name for task in config.tasks]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"tasks: {names.count(name)} of them are called `{name}`; metrics need different names"
+    if not any(task.held_out for task in config.tasks):
+        for key, value in (("every", config.evaluation.every), ("pass_k", config.evaluation.pass_k)):
+            if value:
+                yield f"evaluation.{key}={value}, but no task holds out questions; set tasks.0.held_out or leave it out"
+    if config.warm_start.steps:
+        for index, task in enumerate(config.tasks):
+            if task.answer_column is None:
+                yield f"warm_start.steps={config.warm_start.steps} needs answers; set tasks.{index}.answer_column"
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The recipe in a YAML file with ``section.key=value`` overrides; `ConfigError` names every problem in it."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as a recipe ({getattr(error, 'strerror', None) or error})") from None
+    data = _parse_yaml(text, str(path))
+    if data is None:
+        data = {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: a recipe is a mapping of sections (run:, model:, ...), found {_shown(data)}")
+    origins = _Origins(str(path), data)
+    data = _plain(data)
+    for override in overrides:
+        _apply_override(data, override, origins)
+    run = data.setdefault("run", {})
+    if isinstance(run, dict):
+        run.setdefault("name", path.stem)
+    return _validated(data, origins)
+
+
+def config_from_dict(data: dict[str, Any], *, where: str = "config") -> RunConfig:
+    """The same checks and messages for settings that come from Python."""
+    return _validated(data, _Origins(where, data))
+
+
+def dump_resolved(config: RunConfig) -> str:
+    """Every key with its value, as YAML that `load_recipe` reads back into an equal config."""
+    import io
+
+    out = io.StringIO()
+    _yaml(typ="safe").dump(config.model_dump(mode="json"), out)
+    return out.getvalue()
+
+
+class _Origins:
+    """Where each value of a recipe was written, for messages."""
+
+    def __init__(self, source: str, data: Any):
+        self._source = source
+        self._lines: dict[tuple[Any, ...], int] = {}
+        self._overrides: list[tuple[tuple[Any, ...], str]] = []
+        self._collect(data, ())
+
+    def _collect(self, node: Any, path: tuple[Any, ...]) -> None:
+        position = getattr(node, "lc", None)
+        items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+        for key, value in items:
+            here = (*path, key)
+            if position is not None:
+                place = position.key(key) if isinstance(node, dict) else position.item(key)
+                self._lines[here] = place[0] + 1
+            self._collect(value, here)
+
+    def overridden(self, path: tuple[Any, ...], text: str) -> None:
+        self._overrides.append((path, text))
+
+    def place(self, path: tuple[Any, ...]) -> str:
+        """``demo.yaml line 7`` or ``override learner.lr=1``, for the value at ``path`` or the nearest thing around
+        it."""
+        for overridden, text in reversed(self._overrides):
+            if path[: len(overridden)] == overridden:
+                return f"override {text}"
+        while path and path not in self._lines:
+            path = path[:-1]
+        return f"{self._source} line {self._lines[path]}" if path else self._source
+
+
+def _yaml(typ: str) -> Any:
+    from ruamel.yaml import YAML
+
+    yaml = YAML(typ=typ, pure=True)  # YAML 1.2: 1e-5 is a number and `on` is a word; equal keys are refused
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False
+    yaml.width = 120
+    return yaml
+
+
+def _parse_yaml(text: str, source: str) -> Any:
+    from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+    try:
+        return _yaml(typ="rt").load(text)
+    except MarkedYAMLError as error:
+        line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        problem = str(error.problem or error).splitlines()[0].split(" with value")[0]
+        raise ConfigError(f"{source}{line}: not valid YAML: {problem}") from None
+    except YAMLError as error:
+        raise ConfigError(f"{source}: not valid YAML: {str(error).splitlines()[0]}") from None
+
+
+def _plain(node: Any) -> Any:
+    """Round-trip YAML nodes as ordinary Python values."""
+    if isinstance(node, dict):
+        return {key: _plain(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_plain(value) for value in node]
+    for kind in (bool, int, float, str):
+        if isinstance(node, kind):
+            return kind(node)
+    if type(node).__name__ == "ScalarBoolean":
+        return bool(node)
+    return node
+
+
+def _apply_override(data: dict[str, Any], override: str, origins: _Origins) -> None:
+    """Set ``tasks.0.weight=2`` in ``data``; mappings on the way are made, list places must exist."""
+    name, equals, text = override.partition("=")
+    if not equals or not name.strip():
+        raise ConfigError(f"override {override}: write it as section.key=value")
+    path: list[Any] = name.strip().split(".")
+    value = _plain(_parse_yaml(text, f"override {override}"))
+    node: Any = data
+    for depth, part in enumerate(path):
+        last = depth == len(path) - 1
+        if isinstance(node, list):
+            if not part.isdecimal() or int(part) >= len(node):
+                before = ".".join(map(str, path[:depth]))
+                raise ConfigError(f"override {override}: {before} has the entries 0 to {len(node) - 1}, found `{part}`")
+            path[depth] = part = int(part)
+        if last:
+            node[part] = value
+        else:
+            inside = node[part] if isinstance(node, list) else node.get(part)
+            if not isinstance(inside, (dict, list)):
+                inside = node[part] = {}
+            node = inside
+    origins.overridden(tuple(path), override)
+
+
+def _validated(data: dict[str, Any], origins: _Origins) -> RunConfig:
+    try:
+        # JSON, so that strict checking ("8" and true are no numbers) still takes a YAML list for a tuple.
+        return RunConfig.model_validate_json(json.dumps(data, default=str), strict=True)
+    except ValidationError as error:
+        # A default that depends on a bad value is a consequence, not a problem.
+        problems = [problem for problem in error.errors() if problem["type"] != "default_factory_not_called"]
+    lines = [line for problem in problems for line in _messages(problem, data, origins)]
+    raise ConfigError("\n".join(dict.fromkeys(lines)))
+
+
+def _messages(problem: Any, data: dict[str, Any], origins: _Origins) -> Iterator[str]:
+    """The lines for one problem that pydantic found."""
+    path = _path_in_recipe(problem["loc"], data)
+    name = ".".join(map(str, path))
+    kind, found = problem["type"], problem.get("input")
+    if kind == "extra_forbidden":
+        for key, value in _leaves_of_unknown(path, found):
+            yield f"{origins.place(key)}: {explain_unknown_key(RunConfig, key, value)}"
+    elif kind == "missing":
+        yield f"{origins.place(path)}: {name} is missing and has no default"
+    elif kind == "value_error":
+        for sentence in str(problem["ctx"]["error"]).splitlines():
+            prefix = f"{name}: " if name.startswith("tasks") else ""
+            yield f"{origins.place(path)}: {prefix}{sentence}"
+    else:
+        yield f"{origins.place(path)}: {name} is {_shown(found)}; {_lower_first(problem['msg'])}"
+
+
+def _path_in_recipe(loc: tuple[Any, ...], data: Any) -> tuple[Any, ...]:
+    """pydantic's location without the names of union members, which nobody wrote."""
+    path: list[Any] = []
+    node = data
+    for depth, part in enumerate(loc):
+        in_mapping = isinstance(node, dict) and part in node
+        in_list = isinstance(node, list) and isinstance(part, int) and part < len(node)
+        if in_mapping or in_list:
+            node = node[part]
+            path.append(part)
+        elif depth == len(loc) - 1:
+            path.append(part)
+    return tuple(path)
+
+
+def _leaves_of_unknown(path: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """An unknown section is explained key by key: each of its keys may belong somewhere else."""
+    if isinstance(value, dict) and value and len(path) == 1:
+        for key, inner in value.items():
+            yield (*path, key), inner
+    else:
+        yield path, value
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _lower_first(sentence: str) -> str:
+    sentence = sentence.removeprefix("Input ")
+    return f"{sentence[:1].lower()}{sentence[1:]}"

@@ -1,0 +1,46 @@
+"""When and how held-out questions are answered."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from nearpolicy.settings import ConfigModel
+
+
+class EvaluationConfig(ConfigModel):
+    """Section `evaluation`: held-out accuracy, always under one fixed version of the weights."""
+
+    every: NonNegativeInt = 0
+    """Steps between evaluations; 0 evaluates only before the first and after the last step."""
+    prompts: PositiveInt = 200
+    """Held-out prompts per task, at most."""
+    temperature: float = Field(0.0, ge=0)
+    """0 takes the most likely token: the same weights then give the same evaluation."""
+    num_samples: PositiveInt = 1
+    """Completions per prompt that accuracy is the mean over."""
+    pass_k: list[PositiveInt] = Field(default_factory=list)
+    """Report unbiased pass@k for these k, before and after training."""
+    pass_samples: NonNegativeInt = Field(default_factory=lambda data: max(data.get("pass_k") or [0]))
+    """Completions per prompt drawn for pass@k; the largest k unless set."""
+    pass_temperature: PositiveFloat = 1.0
+    """Temperature of those completions."""
+    max_completion_length: PositiveInt | None = None
+    """Longest completion in evaluation; left out: `sampling.max_completion_length`."""
+
+    @model_validator(mode="after")
+    def _samples_suffice(self) -> Self:
+        if self.temperature == 0 and self.num_samples > 1:
+            raise ValueError(
+                f"evaluation.num_samples is {self.num_samples}, but at evaluation.temperature 0 all of them are the "
+                "same; use num_samples: 1 or a temperature above 0"
+            )
+        if self.pass_samples < max(self.pass_k, default=0):
+            raise ValueError(
+                f"evaluation.pass_samples is {self.pass_samples}, but pass@{max(self.pass_k)} needs at least "
+                f"{max(self.pass_k)} completions per prompt; raise evaluation.pass_samples"
+            )
+        if self.pass_samples and not self.pass_k:
+            raise ValueError(f"evaluation.pass_samples is {self.pass_samples}, but evaluation.pass_k names no k")
+        return self

@@ -1,0 +1,61 @@
+"""How completions are drawn, and how much the engine takes on at once."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AliasChoices, Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+
+from nearpolicy.settings import ConfigModel
+
+
+class SamplingConfig(ConfigModel):
+    """Section `sampling`: how training completions are drawn. Evaluation has its own temperature and lengths."""
+
+    num_generations: PositiveInt = Field(8, validation_alias=AliasChoices("num_generations", "group_size"))
+    """Completions per prompt, the size of a group. Also accepted as `group_size`."""
+    max_completion_length: PositiveInt = Field(
+        256, validation_alias=AliasChoices("max_completion_length", "max_new_tokens")
+    )
+    """Longest completion in tokens, the stop token included. Also accepted as `max_new_tokens`."""
+    max_prompt_length: PositiveInt = 512
+    """Longest prompt in tokens, counted as the engine sees it: with the chat template, the system message and the begin
+    token. What happens to longer ones is `tasks.N.on_overlong`."""
+    temperature: float = Field(1.0, ge=0)
+    """Divides the logits, in the engine and in the learner. 0 is refused: groups of equal completions teach nothing."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Keep the smallest set of tokens with at least this probability; 1 keeps all."""
+    top_k: NonNegativeInt = 0
+    """Keep this many of the most likely tokens; 0 keeps all."""
+    min_p: float = Field(0.0, ge=0, lt=1)
+    """Keep tokens with at least this share of the largest probability; 0 keeps all."""
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    """Strings that end a completion, beside the stop tokens of model and tokenizer."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _training_needs_chance(cls, temperature: float) -> float:
+        if temperature == 0:
+            raise ValueError(
+                "sampling.temperature is 0: all completions of a prompt would be the same, so no group could have an "
+                "advantage and log-probabilities would be undefined; use 1.0 (evaluation.temperature may be 0)"
+            )
+        return temperature
+
+
+class GeneratorConfig(ConfigModel):
+    """Section `generator`: the embedded engine."""
+
+    on_sync: Literal["finish", "resume"] = "finish"
+    """What happens to running sequences when new weights arrive. `finish`: they end under the weights they started
+    with, new ones wait (after `sync.timeout_s` as `resume`). `resume`: they pause, their prefix is computed again
+    under the new weights, and they go on; every token keeps the version that sampled it."""
+    max_running: PositiveInt = 64
+    """Sequences decoded at once."""
+    kv_memory_mb: PositiveFloat | None = None
+    """Bound on the memory for keys and values. Left out: enough for `max_running` sequences of full length."""
+    prefill_chunk: PositiveInt = 512
+    """Prompt tokens computed in one forward pass beside the running sequences."""
+    threads: PositiveInt | None = None
+    """Threads inside one operation of the engine. Left out: one if the learner may run at the same time, else all
+    cores."""

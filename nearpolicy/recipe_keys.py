@@ -1,0 +1,163 @@
+"""What to say about a key that does not exist: the nearest one, its right section, or its name here if it is a
+foreign one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel
+
+from nearpolicy.errors import nearest
+
+FOREIGN = {
+    "rollout.n": "sampling.num_generations",
+    "n_samples_per_prompt": "sampling.num_generations",
+    "num_generations_per_prompt": "sampling.num_generations",
+    "repeat_times": "sampling.num_generations",
+    "attempts": "sampling.num_generations",
+    "max_response_length": "sampling.max_completion_length",
+    "max_tokens": "sampling.max_completion_length",
+    "rollout_max_response_len": "sampling.max_completion_length",
+    "train_batch_size": "queue.prompts_per_step",
+    "num_prompts_per_step": "queue.prompts_per_step",
+    "rollout_batch_size": "queue.prompts_per_step",
+    "groups_per_batch": "queue.prompts_per_step",
+    "max_off_policy_steps": "queue.max_staleness",
+    "staleness_threshold": "queue.max_staleness",
+    "max_head_offpolicyness": "queue.max_staleness",
+    "max_staleness_steps": "queue.max_staleness",
+    "max_trajectory_age_steps": "queue.max_staleness",
+    "max_steps_off_policy": "queue.max_staleness",
+    "max_lag": "queue.max_staleness",
+    "async_steps": "queue.max_staleness",
+    "partial_rollout": "generator.on_sync",
+    "inflight_updates": "generator.on_sync",
+    "recompute_kv_cache_after_weight_updates": "generator.on_sync",
+    "lr": "learner.learning_rate",
+    "ppo_epochs": "learner.num_iterations",
+    "ppo_mini_batch_size": "learner.minibatches",
+    "use_dynamic_bsz": "learner.max_tokens_per_microbatch",
+    "ppo_max_token_len_per_gpu": "learner.max_tokens_per_microbatch",
+    "trigger_parameter_sync_step": "sync.weight_sync_steps",
+    "sync_interval": "sync.weight_sync_steps",
+    "adv_estimator": "objective.advantage",
+    "advantage_estimator": "objective.advantage",
+    "norm_adv_by_std_in_grpo": "objective.scale_rewards",
+    "normalize_rewards": "objective.scale_rewards",
+    "loss_type": "objective.loss",
+    "policy_loss": "objective.loss",
+    "epsilon": "objective.clip_low",
+    "clip_ratio_low": "objective.clip_low",
+    "eps_clip": "objective.clip_low",
+    "epsilon_high": "objective.clip_high",
+    "clip_ratio_high": "objective.clip_high",
+    "loss_agg_mode": "objective.loss_agg",
+    "vllm_importance_sampling_mode": "objective.correction",
+    "rollout_is": "objective.correction",
+    "use_tis": "objective.correction",
+    "rollout_is_threshold": "objective.correction_cap",
+    "overlong_filter": "objective.mask_truncated_completions",
+    "test_freq": "evaluation.every",
+    "eval_steps": "evaluation.every",
+    "val_kwargs.n": "evaluation.num_samples",
+}
+"""Spellings of other trainers -> the key that means it here."""
+
+ALIASES = {
+    "group_size": "sampling.num_generations",
+    "num_generations": "sampling.num_generations",
+    "max_new_tokens": "sampling.max_completion_length",
+    "max_completion_length": "sampling.max_completion_length",
+}
+"""Second names that are accepted; one is unknown only where both are given."""
+
+ABSENT = {
+    "beta": "penalty to a reference policy",
+    "kl_coef": "penalty to a reference policy",
+    "kl_loss_coef": "penalty to a reference policy",
+    "kl_ctl": "penalty to a reference policy",
+    "init_kl_coef": "penalty to a reference policy",
+    "ref_policy": "penalty to a reference policy",
+    "delta": "dual clipping",
+    "dual_clip": "dual clipping",
+    "clip_ratio_c": "dual clipping",
+    "c_clip": "dual clipping",
+    "filter_groups": "dynamic sampling",
+    "filter_zero_std_samples": "dynamic sampling",
+    "remove_constant_reward_groups": "dynamic sampling",
+    "dynamic_sampling": "dynamic sampling",
+    "over_sampling_batch_size": "over-provisioned generation",
+    "oversample": "over-provisioned generation",
+    "overlong_buffer": "length penalty",
+    "overlong_buffer.len": "length penalty",
+    "overlong_buffer.penalty_factor": "length penalty",
+    "soft_overlong_punishment": "length penalty",
+    "entropy_coeff": "entropy bonus",
+    "entropy_coef": "entropy bonus",
+    "lora": "adapters",
+}
+"""Spellings for what this version cannot do -> what that is."""
+
+
+def explain_unknown_key(root: type[BaseModel], path: tuple[Any, ...], value: Any) -> str:
+    """One sentence: `` `learner.learning_rat` is not a key; did you mean `learner.learning_rate`? ``"""
+    name = ".".join(map(str, path))
+    key, opening = str(path[-1]), f"`{name}` is not a key"
+    if key in ALIASES:
+        if path[0] == ALIASES[key].split(".")[0]:
+            return f"`{name}` is given twice, under its name and its alias; keep `{ALIASES[key]}`"
+        return f"{opening}; it belongs to `{ALIASES[key]}`"
+    for spelling in (".".join(map(str, path[-2:])), key):
+        if spelling in FOREIGN:
+            return f"{opening}; `{spelling}` is called `{FOREIGN[spelling]}` here"
+        if spelling in ABSENT:
+            return f"{opening}; this version has no {ABSENT[spelling]}, leave it out"
+    known = list(keys_of(root))
+    siblings = keys_beside(root, path)
+    section = nearest(str(path[0]), list(root.model_fields))
+    if len(path) > 1 and path[0] not in root.model_fields and section and f"{section}.{key}" in known:
+        return f"{opening}; did you mean `{section}.{key}`?"
+    close = nearest(key, siblings)
+    if close:
+        return f"{opening}; did you mean `{'.'.join(map(str, (*path[:-1], close)))}`?"
+    elsewhere = [candidate for candidate in known if candidate.rsplit(".", 1)[-1] == key]
+    if elsewhere:
+        return f"{opening}; it belongs to {' or '.join(f'`{candidate}`' for candidate in elsewhere)}"
+    last_words = {candidate.rsplit(".", 1)[-1]: candidate for candidate in reversed(known)}
+    close = nearest(key, list(last_words))
+    if close:
+        return f"{opening}; did you mean `{last_words[close]}`?"
+    return f"{opening}; here are {', '.join(siblings)}"
+
+
+def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every key a recipe may hold, dotted; list entries as ``tasks.N.name``."""
+    for name, field in model.model_fields.items():
+        yield f"{prefix}{name}"
+        listed = _is_list(field.annotation)
+        for inner in models_in(field.annotation):
+            yield from keys_of(inner, f"{prefix}{name}.{'N.' if listed else ''}")
+
+
+def keys_beside(root: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
+    """Names allowed where the last part of ``path`` stands."""
+    models = [root]
+    for part in path[:-1]:
+        if isinstance(part, int):
+            continue
+        fields = [model.model_fields[part] for model in models if part in model.model_fields]
+        models = [inner for field in fields for inner in models_in(field.annotation)]
+    return list(dict.fromkeys(name for model in models for name in model.model_fields)) or list(root.model_fields)
+
+
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    """The config models an annotation mentions, through unions, lists and Annotated."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    found = [model for part in get_args(annotation) for model in models_in(part)]
+    return list(dict.fromkeys(found))
+
+
+def _is_list(annotation: Any) -> bool:
+    return get_origin(annotation) is list

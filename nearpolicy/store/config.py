@@ -1,0 +1,15 @@
+"""How hard the run's record is pressed onto the disk."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from nearpolicy.settings import ConfigModel
+
+
+class StoreConfig(ConfigModel):
+    """Section `store`: the SQLite record of a run."""
+
+    sync: Literal["normal", "full"] = "normal"
+    """`normal`: nothing committed is lost when a process is killed; a power failure may cost the last moments.
+    `full`: not even those, and each commit waits for the disk."""

@@ -1,0 +1,16 @@
+"""How often generators get new weights."""
+
+from __future__ import annotations
+
+from pydantic import PositiveFloat, PositiveInt
+
+from nearpolicy.settings import ConfigModel
+
+
+class SyncConfig(ConfigModel):
+    """Section `sync`: weights on their way from learner to generators."""
+
+    weight_sync_steps: PositiveInt = 1
+    """Steps between publications; `weight_sync_steps - 1` may not exceed `queue.max_staleness`."""
+    timeout_s: PositiveFloat = 120.0
+    """Bound on one publication; a generator that has not shown the new weights by then stops the run."""
