@@ -1,0 +1,55 @@
+"""Settings of the process that must stand before torch loads. This module imports nothing heavy.
+
+Two environment variables decide what the rest of the system can promise on a CPU:
+
+- ``OMP_WAIT_POLICY=passive``: a spinning two-thread pool beside one busy process is several times slower than one thread.
+- ``MKL_CBWR=<branch>,STRICT`` on Intel processors: MKL's strict conditional reproducibility makes every row of a
+  product independent of the number of rows and of the thread count, at no measurable cost here. Without it AVX-512
+  kernels switch at 16 rows and split the inner dimension over threads. Other vendors do not offer the strict branches;
+  there the kernels happen to be independent from four rows per thread up, and `nearpolicy.models.numerics` measures it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+
+def prepare_environment() -> None:
+    """Set what must be set before torch loads; values a user has already chosen stay."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    branch = strict_mkl_branch()
+    if branch is not None:
+        os.environ.setdefault("MKL_CBWR", branch)
+
+
+def prepared_too_late() -> bool:
+    """Whether torch was loaded before `prepare_environment` could have an effect."""
+    return "torch" in sys.modules and "OMP_WAIT_POLICY" not in os.environ
+
+
+def strict_mkl_branch() -> str | None:
+    """The strict reproducibility branch of this processor, or None where MKL has none."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    if "GenuineIntel" not in text:
+        return None
+    flags = next((line.split() for line in text.splitlines() if line.startswith("flags")), [])
+    if "avx512f" in flags:
+        return "AVX512,STRICT"
+    return "AVX2,STRICT" if "avx2" in flags else None
+
+
+def num_cores() -> int:
+    """Processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def peak_memory_mb() -> float:
+    """Largest resident size of this process so far, in MiB."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

