@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
-from nearpolicy.errors import ConfigError
+from nearpolicy.errors import ConfigError, nearest
 from nearpolicy.evaluate.config import EvaluationConfig
 from nearpolicy.generator.config import GeneratorConfig, SamplingConfig
 from nearpolicy.learner.config import CheckpointConfig, LearnerConfig, WarmStartConfig
@@ -27,6 +27,7 @@ from nearpolicy.store.config import StoreConfig
 from nearpolicy.sync.config import SyncConfig
 from nearpolicy.tasks.config import TaskConfig
 from nearpolicy.telemetry.config import TelemetryConfig
+from nearpolicy.verifier.config import VerifierConfig
 
 
 class RunSection(ConfigModel):
@@ -82,6 +83,8 @@ class RunConfig(ConfigModel):
     """Publication of weights."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Held-out accuracy."""
+    verifier: VerifierConfig = VerifierConfig()
+    """Workers and limits of rewards."""
     warm_start: WarmStartConfig = WarmStartConfig()
     """Supervised steps before step 0."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -312,6 +315,13 @@ def _messages(problem: Any, data: dict[str, Any], origins: _Origins) -> Iterator
             yield f"{origins.place(key)}: {explain_unknown_key(RunConfig, key, value)}"
     elif kind == "missing":
         yield f"{origins.place(path)}: {name} is missing and has no default"
+    elif kind == "union_tag_not_found":
+        yield f"{origins.place(path)}: {name}.kind is missing; it decides what else belongs there"
+    elif kind == "union_tag_invalid":
+        kinds = [word.strip(" '") for word in problem["ctx"]["expected_tags"].split(",")]
+        close = nearest(str(problem["ctx"]["tag"]), kinds)
+        hint = f"did you mean {close}?" if close else f"should be one of {', '.join(kinds)}"
+        yield f"{origins.place((*path, 'kind'))}: {name}.kind is {_shown(problem['ctx']['tag'])}; {hint}"
     elif kind == "value_error":
         for sentence in str(problem["ctx"]["error"]).splitlines():
             prefix = f"{name}: " if name.startswith("tasks") else ""

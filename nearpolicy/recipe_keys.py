@@ -160,4 +160,4 @@ def models_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _is_list(annotation: Any) -> bool:
-    return get_origin(annotation) is list
+    return get_origin(annotation) in (list, tuple)

@@ -19,8 +19,8 @@ class ModelConfig(ConfigModel):
     init: dict[str, Any] = Field(default_factory=dict)
     """Only for `random:` models: values of the family's Hugging Face config, for example `hidden_size: 64`."""
     tokenizer: str | None = None
-    """A tokenizer folder or hub id; `bytes` is the built-in byte tokenizer. Left out: the model's own. A `random:`
-    model has none and needs this key."""
+    """A tokenizer folder or hub id; `bytes` is the built-in byte tokenizer. Left out: the model's own, which for
+    `random:` models is `bytes`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Numbers the weights are held and multiplied in, by engine and learner alike."""
     seed: NonNegativeInt = 0
@@ -53,6 +53,4 @@ class ModelConfig(ConfigModel):
                     raise ValueError(
                         f"model.{key} only shapes random weights; with model.path={self.path} leave it out"
                     )
-        elif self.tokenizer is None:
-            raise ValueError(f"{self.path} has no tokenizer of its own; set model.tokenizer (`bytes` is built in)")
         return self

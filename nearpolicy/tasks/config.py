@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from nearpolicy.settings import ConfigModel
+from nearpolicy.verifier.config import Rewards
 
 
 class ReasoningGymSource(ConfigModel):
@@ -98,7 +99,7 @@ class TaskConfig(ConfigModel):
     """A row without a value in a column that is needed: stop at the start, or leave the row out and count it."""
     on_overlong: Literal["error", "skip"] = "error"
     """A prompt over `sampling.max_prompt_length`: stop at the start, or leave the row out and count it."""
-    rewards: list[dict[str, Any]] = Field(min_length=1)
+    rewards: Annotated[Rewards, Field(min_length=1)]
     """What scores a completion; the reward is the weighted sum."""
     environment: Literal["single_turn"] = "single_turn"
     """How a prompt becomes a rollout. `single_turn`: one completion."""

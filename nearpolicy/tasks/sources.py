@@ -1,0 +1,223 @@
+"""Rows of a task's data, each with the number a person finds it by.
+
+    TaskConfig.source -> read_rows -> Row(number, values) -> make_prompt -> Prompt
+
+Whatever is wrong with the data ends here, before anything is generated, with file, row and column (K47).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nearpolicy.errors import DataError, nearest
+from nearpolicy.records import Prompt
+from nearpolicy.tasks.config import (
+    HuggingFaceSource,
+    JsonlSource,
+    ParquetSource,
+    ReasoningGymSource,
+    Source,
+    TaskConfig,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One record of a source."""
+
+    number: int
+    """From 1; the line number in a JSONL file."""
+    values: Mapping[str, Any]
+
+
+def name_of(source: Source) -> str:
+    """What messages call the source."""
+    if isinstance(source, ReasoningGymSource):
+        return f"reasoning_gym:{source.dataset}"
+    return source.path
+
+
+def check_exists(source: Source) -> None:
+    """Refuse a missing file or package at once, without reading data."""
+    if isinstance(source, (JsonlSource, ParquetSource)):
+        path = Path(source.path).expanduser()
+        if not path.is_file():
+            raise DataError(f"{source.path}: no such file (looked for {path.absolute()})")
+    elif isinstance(source, HuggingFaceSource):
+        _import_datasets(source)
+
+
+def read_rows(source: Source) -> list[Row]:
+    """All rows of a source, in its order."""
+    check_exists(source)
+    reader = {
+        ReasoningGymSource: _reasoning_gym,
+        JsonlSource: _jsonl,
+        ParquetSource: _parquet,
+        HuggingFaceSource: _huggingface,
+    }[type(source)]
+    rows = list(reader(source))
+    if not rows:
+        raise DataError(f"{name_of(source)}: holds no rows")
+    return rows
+
+
+def _jsonl(source: JsonlSource) -> Iterator[Row]:
+    with Path(source.path).expanduser().open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                values = json.loads(line)
+            except ValueError as error:
+                raise DataError(f"{source.path} row {number}: not valid JSON: {error}") from None
+            if not isinstance(values, dict):
+                raise DataError(f"{source.path} row {number}: a row is a JSON object, found {type(values).__name__}")
+            yield Row(number, values)
+
+
+def _parquet(source: ParquetSource) -> Iterator[Row]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        table = parquet.read_table(Path(source.path).expanduser())
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{source.path}: cannot be read as Parquet: {str(error).splitlines()[0]}") from None
+    for number, values in enumerate(table.to_pylist(), start=1):
+        yield Row(number, values)
+
+
+def _huggingface(source: HuggingFaceSource) -> Iterator[Row]:
+    datasets = _import_datasets(source)
+    try:
+        loaded = datasets.load_dataset(source.path, source.subset, split=source.split)
+    except (ValueError, OSError) as error:
+        raise DataError(f"{source.path}: cannot be loaded: {str(error).splitlines()[0]}") from None
+    for number, values in enumerate(loaded, start=1):
+        yield Row(number, values)
+
+
+def _import_datasets(source: HuggingFaceSource) -> Any:
+    try:
+        return importlib.import_module("datasets")
+    except ImportError:
+        raise DataError(
+            f"{source.path}: source kind huggingface needs the package `datasets`; pip install 'nearpolicy[datasets]'"
+        ) from None
+
+
+def _reasoning_gym(source: ReasoningGymSource) -> Iterator[Row]:
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    if source.dataset not in DATASETS:
+        close = nearest(source.dataset, list(DATASETS))
+        hint = f"; did you mean `{close}`?" if close else f"; it has {len(DATASETS)} generators, see its gallery"
+        raise DataError(f"reasoning-gym has no generator `{source.dataset}`{hint}")
+    for key in ("size", "seed"):
+        if key in source.params:
+            raise DataError(f"reasoning_gym:{source.dataset}: `{key}` belongs to the source itself, not to its params")
+    try:
+        made = reasoning_gym.create_dataset(source.dataset, size=source.size, seed=source.seed, **source.params)
+    except (TypeError, AssertionError, ValueError) as error:
+        raise DataError(f"reasoning_gym:{source.dataset}: refuses its params {source.params}: {error}") from None
+    for number in range(1, source.size + 1):
+        yield Row(number, made[number - 1])
+
+
+def template_fields(template: str) -> list[str]:
+    """Columns a template names."""
+    fields: list[str] = []
+    try:
+        parts = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise DataError(f"template {template!r}: {error}; write {{{{ and }}}} for braces") from None
+    for _, field, spec, conversion in parts:
+        if field is None:
+            continue
+        if not field.isidentifier() or spec or conversion:
+            raise DataError(f"template {template!r}: a field is a plain column name in braces, found {{{field}}}")
+        fields.append(field)
+    return fields
+
+
+def needed_columns(task: TaskConfig) -> dict[str, str]:
+    """Columns a row must have -> the setting that asks for each."""
+    needed: dict[str, str] = {}
+    if task.template is not None:
+        needed |= dict.fromkeys(template_fields(task.template), "template")
+    else:
+        needed[str(task.prompt_column)] = "prompt_column"
+    if task.answer_column is not None:
+        needed.setdefault(task.answer_column, "answer_column")
+    for place, reward in enumerate(task.rewards):
+        for column in reward.columns:
+            needed.setdefault(column, f"rewards.{place}, {reward.source}")
+    return needed
+
+
+def missing_columns(task: TaskConfig, rows: Sequence[Row]) -> Iterator[str]:
+    """A sentence for each needed column that no row has."""
+    present = list(dict.fromkeys(name for row in rows for name in row.values))
+    for column, setting in needed_columns(task).items():
+        if column not in present:
+            close = nearest(column, present)
+            hint = f"; did you mean `{close}`?" if close else f"; there are {', '.join(present)}"
+            yield f"task {task.name}: {name_of(task.source)} has no column `{column}` (needed by {setting}){hint}"
+
+
+def null_columns(task: TaskConfig, row: Row) -> list[str]:
+    """Needed columns without a value in this row."""
+    return [column for column in needed_columns(task) if row.values.get(column) is None]
+
+
+def make_prompt(task: TaskConfig, row: Row, *, chat: bool) -> Prompt:
+    """The prompt of a row. ``chat``: text becomes a user message, for the chat template."""
+    content = _content(task, row)
+    columns = dict(row.values)
+    name = f"{task.name}/{row.number}"
+    if isinstance(content, str) and not chat:
+        return Prompt(id=name, task=task.name, text=content, columns=columns)
+    messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+    if task.system is not None:
+        if messages[0]["role"] == "system":
+            raise DataError(f"{_where(task, row)}: opens with a system message of its own, but the task sets `system`")
+        messages = [{"role": "system", "content": task.system}, *messages]
+    return Prompt(id=name, task=task.name, messages=tuple(dict(message) for message in messages), columns=columns)
+
+
+def question_text(prompt: Prompt) -> str:
+    """What makes the question this one and no other: the text, or all that users say; not the system message."""
+    if prompt.text is not None:
+        return prompt.text
+    return "\n".join(str(message["content"]) for message in prompt.messages or () if message["role"] != "system")
+
+
+def _content(task: TaskConfig, row: Row) -> Any:
+    """Text, or a list of messages that has been looked through."""
+    if task.template is not None:
+        # Not str.format: a column's text may hold braces, and only plain names are fields.
+        parts = string.Formatter().parse(task.template)
+        return "".join(text + ("" if field is None else str(row.values[field])) for text, field, _, _ in parts)
+    content, where = row.values[task.prompt_column], f"{_where(task, row)} column `{task.prompt_column}`"
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise DataError(f"{where}: a prompt is text or a list of messages, found {type(content).__name__}")
+    for place, message in enumerate(content):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise DataError(f"{where}: message {place} needs `role` and `content`")
+    if task.chat is False:
+        raise DataError(f"{where}: holds chat messages, but the task says chat: false; leave that out")
+    return content
+
+
+def _where(task: TaskConfig, row: Row) -> str:
+    return f"task {task.name}: {name_of(task.source)} row {row.number}"
