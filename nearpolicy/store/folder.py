@@ -1,0 +1,135 @@
+"""A run folder: what lies where, and which folders a run may take.
+
+    runs/demo-3/
+        store.sqlite    everything that happened (the writer's lock is store.lock beside it)
+        config.yaml     the resolved recipe
+        metrics.jsonl   one strict JSON object per line
+        checkpoints/    weights and training state by step
+        weights/        initial weights by hash
+        report.html     written on demand
+        summary.json    written at the end
+
+A folder is refused before anything heavy starts: if it cannot be written, or if a run has ever lived in it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nearpolicy.errors import RunFolderError
+
+SUMMARY_KEYS = ("steps", "wall_s", "peak_memory_mb", "held_out", "ledger", "staleness", "mismatch", "packages")
+_TRACES = ("store.sqlite", "metrics.jsonl", "summary.json", "config.yaml", "checkpoints")
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths inside a run folder. Making one of these touches nothing."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def store(self) -> Path:
+        return self.path / "store.sqlite"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "store.lock"
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def weights(self) -> Path:
+        return self.path / "weights"
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write ``summary.json`` whole or not at all; its keys are `SUMMARY_KEYS`, more are welcome."""
+        missing = [key for key in SUMMARY_KEYS if key not in summary]
+        if missing:
+            raise ValueError(f"the summary of {self.path} lacks {', '.join(missing)}")
+        draft = self.summary.with_suffix(".json.tmp")
+        draft.write_text(json.dumps(_finite(summary), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        draft.replace(self.summary)
+
+
+def create_run_folder(name: str, *, directory: str | Path | None = None, parent: str | Path = "runs") -> RunFolder:
+    """Make the folder of a new run: ``directory`` if given, else the next free ``parent/name-number``."""
+    if directory is not None:
+        refuse_unusable(directory)
+        path = Path(directory)
+        path.mkdir(parents=True, exist_ok=True)
+    else:
+        if not re.fullmatch(r"[\w.+-]+", name) or name.startswith("."):
+            raise RunFolderError(f"run.name is {name!r}; use letters, digits, '-', '_', '.' (it names a folder)")
+        refuse_unusable(parent, may_hold_run=True)
+        path = _next_numbered(Path(parent), name)
+    return RunFolder(path.resolve())
+
+
+def refuse_unusable(directory: str | Path, *, may_hold_run: bool = False) -> None:
+    """Raise `RunFolderError` if a run could not live in ``directory``. Creates nothing, so that `check` can ask."""
+    path = Path(directory)
+    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not existing.is_dir():
+        raise RunFolderError(f"{path} cannot be a run folder: {existing} is a file. Choose another run.dir")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise RunFolderError(f"{path} cannot be written: {existing} gives no permission. Choose another run.dir")
+    found = next((trace for trace in _TRACES if (path / trace).exists()), None)
+    if found is not None and not may_hold_run:
+        raise RunFolderError(f"{path} already holds a run (it has {found}). Choose another run.dir, or resume that run")
+
+
+def _next_numbered(parent: Path, name: str) -> Path:
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        taken = [int(m[1]) for p in parent.iterdir() if (m := re.fullmatch(re.escape(name) + r"-(\d+)", p.name))]
+        number = max(taken, default=0) + 1
+        while True:  # another run may take the number between looking and making
+            path = parent / f"{name}-{number}"
+            try:
+                path.mkdir()
+                return path
+            except FileExistsError:
+                number += 1
+    except OSError as error:
+        raise RunFolderError(f"no run folder can be made under {parent}: {error}. Choose another run.dir") from error
+
+
+def _finite(value: Any) -> Any:
+    """The same value with null for every number that JSON cannot say."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    return value

@@ -1,0 +1,118 @@
+"""Records to bytes and back, bit for bit and without pickle.
+
+Arrays travel as safetensors: a NaN keeps its payload, a -0.0 its sign, and any other program can read them. Text
+travels as UTF-8 with surrogates passed through. JSON is strict: a float that JSON cannot say is tagged, so that reading
+gives it back and no parser stumbles.
+
+    encode_segments(segments) -> bytes -> decode_segments -> equal segments
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+
+from nearpolicy.records import Finish, Segment
+
+_ARRAYS = ("context_ids", "token_ids", "mask", "behavior_logprobs", "versions")
+
+
+def encode_segments(segments: Sequence[Segment]) -> bytes:
+    """One safetensors container for all segments of a rollout: ``0/mask``, ``0/extras/<name>``, ``1/token_ids``."""
+    arrays: dict[str, np.ndarray] = {}
+    for place, segment in enumerate(segments):
+        arrays |= {f"{place}/{name}": getattr(segment, name) for name in _ARRAYS}
+        arrays |= {f"{place}/extras/{name}": values for name, values in segment.extras.items()}
+    return _container(arrays, {"finish": ",".join(segment.finish.value for segment in segments)})
+
+
+def decode_segments(data: bytes) -> tuple[Segment, ...]:
+    arrays = decode_arrays(data)
+    # safetensors.numpy.load drops the metadata, which stands in the header: eight bytes of length, then JSON.
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    finishes = [Finish(word) for word in header["__metadata__"]["finish"].split(",") if word]
+    return tuple(
+        Segment(
+            **{name: arrays[f"{place}/{name}"] for name in _ARRAYS},
+            finish=finish,
+            extras={
+                name.removeprefix(f"{place}/extras/"): values
+                for name, values in arrays.items()
+                if name.startswith(f"{place}/extras/")
+            },
+        )
+        for place, finish in enumerate(finishes)
+    )
+
+
+def encode_arrays(arrays: Mapping[str, np.ndarray]) -> bytes:
+    return _container(arrays, None)
+
+
+def decode_arrays(data: bytes) -> dict[str, np.ndarray]:
+    arrays = safetensors.numpy.load(data)
+    for values in arrays.values():
+        values.setflags(write=False)
+    return arrays
+
+
+def _container(arrays: Mapping[str, np.ndarray], metadata: dict[str, str] | None) -> bytes:
+    for name, values in arrays.items():
+        if not isinstance(values, np.ndarray) or values.dtype.kind not in "biuf":
+            kind = f"dtype {values.dtype}" if isinstance(values, np.ndarray) else type(values).__name__
+            raise TypeError(f"array {name!r} is of {kind}; the store keeps bool, integer and float numpy arrays")
+    # safetensors refuses big-endian arrays and ignores strides: hand it plain ones.
+    plain = {name: np.ascontiguousarray(a, dtype=a.dtype.newbyteorder("=")) for name, a in arrays.items()}
+    return safetensors.numpy.save(plain, metadata=metadata)
+
+
+def encode_text(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def decode_text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogatepass")
+
+
+def encode_json(value: Any) -> bytes:
+    """Strict JSON. Tuples become lists, numpy values plain ones; what has no JSON form is kept as its ``repr``."""
+    return encode_text(json.dumps(_plain(value), ensure_ascii=False, allow_nan=False))
+
+
+def decode_json(data: bytes) -> Any:
+    return json.loads(decode_text(data), object_hook=_untag)
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": str(float(value))}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, bytes):
+        return {"$bytes": base64.b64encode(value).decode("ascii")}
+    return {"$repr": repr(value)}
+
+
+def _untag(value: dict[str, Any]) -> Any:
+    if len(value) == 1:
+        if isinstance(value.get("$float"), str):
+            return float(value["$float"])
+        if isinstance(value.get("$bytes"), str):
+            return base64.b64decode(value["$bytes"])
+    return value

@@ -1,0 +1,383 @@
+"""`RunReader`: the one way every tool reads a run, while it is being written and afterwards.
+
+It holds no state beyond a read-only connection: each call sees what was committed when it was made. Groups, batches and
+rollouts come back as the records that were written, arrays bit for bit.
+
+    with RunReader("runs/demo-1") as run:
+        for item in run.rollouts(step=3):
+            print(item.reward, item.rollout.text)
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nearpolicy.errors import RunFolderError
+from nearpolicy.records import (
+    Admission,
+    Batch,
+    Event,
+    Fate,
+    Group,
+    Outcome,
+    Prompt,
+    Rollout,
+    Row,
+    Verdict,
+    VersionRecord,
+)
+from nearpolicy.store.folder import RunFolder
+from nearpolicy.store.payload import decode_arrays, decode_json, decode_segments, decode_text
+from nearpolicy.store.schema import APPLICATION_ID, SCHEMA_VERSION, EvaluatedSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """A step that the store holds."""
+
+    step: int
+    places: int
+    version: int
+    """Steps the weights contain afterwards."""
+    updates: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Consumed:
+    """One group that a step used up, in the order of consumption."""
+
+    step: int
+    place: int | None
+    """Place in the batch; None if the group left its place empty (failed, filtered)."""
+    admission: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StoredRollout:
+    """One rollout with all that is known of it."""
+
+    admission: Admission
+    rollout: Rollout
+    verdicts: Mapping[str, Verdict]
+    reward: float | None
+    ending: str | None
+    """consumed, or the fate of a discarded group; None while it is in flight."""
+    reason: str
+    step: int | None
+    """The step that used it up."""
+    fates: Mapping[Fate, int]
+    """Tokens by what became of them; all `Fate.IN_FLIGHT` until the group has ended."""
+    rows: Mapping[int, Row]
+    """By segment: what the learner trained on."""
+
+
+class RunReader:
+    """Reads ``run_dir``; raises `RunFolderError` if it is not a run or was written by a newer Nearpolicy."""
+
+    def __init__(self, run_dir: str | Path) -> None:
+        self.folder = RunFolder(Path(run_dir))
+        self._db = check_store(self.folder)
+
+    def close(self) -> None:
+        self._db.close()
+
+    def __enter__(self) -> RunReader:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+    # The run as a whole.
+
+    @property
+    def name(self) -> str:
+        return self.folder.path.resolve().name
+
+    @property
+    def config(self) -> Any:
+        """The resolved recipe."""
+        return self.fact("config")
+
+    @property
+    def packages(self) -> dict[str, str]:
+        return self.fact("packages", {})
+
+    @property
+    def wall_anchor(self) -> float:
+        """Wall time at which the events' clock stood at zero."""
+        return self.fact("wall_anchor")
+
+    def fact(self, key: str, default: Any = None) -> Any:
+        row = self._db.execute("SELECT value FROM run WHERE key = ?", (key,)).fetchone()
+        return default if row is None else decode_json(row[0])
+
+    def summary(self) -> dict[str, Any] | None:
+        """What ``summary.json`` says, or None while the run goes on."""
+        if not self.folder.summary.exists():
+            return None
+        return json.loads(self.folder.summary.read_text(encoding="utf-8"))
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """One dict per step, in order: its lines merged, later ones over earlier ones (a resume repeats steps).
+
+        Values that were not finite are None and are listed under ``not_finite``: name -> nan, inf or -inf.
+        """
+        if not self.folder.metrics.exists():
+            return []
+        merged: dict[int, dict[str, Any]] = defaultdict(dict)
+        for line in self.folder.metrics.read_bytes().split(b"\n")[:-1]:  # the last piece is empty or being written
+            entry = json.loads(line)
+            known = merged[entry["step"]]
+            bad = {name: word for name, word in known.get("not_finite", {}).items() if name not in entry}
+            known |= entry
+            known["not_finite"] = bad | entry.get("not_finite", {})
+        return [merged[step] for step in sorted(merged)]
+
+    def ledger(self) -> dict[Fate, int]:
+        """Sampled tokens by fate; the values add up to all that was stored (I2). Fates without tokens are left out."""
+        counts = {Fate(fate): n for fate, n in self._db.execute("SELECT fate, sum(tokens) FROM fates GROUP BY fate")}
+        waiting = self._db.execute(
+            "SELECT sum(sampled) FROM rollouts NATURAL LEFT JOIN endings WHERE ending IS NULL"
+        ).fetchone()[0]
+        return counts | ({Fate.IN_FLIGHT: waiting} if waiting else {})
+
+    # Prompts, groups, rollouts.
+
+    def admission(self, index: int) -> Admission:
+        row = self._db.execute("SELECT * FROM admissions WHERE admission = ?", (index,)).fetchone()
+        if row is None:
+            raise KeyError(f"{self.folder.path} has no admission {index}")
+        return _admission(row)
+
+    def admissions(self) -> list[Admission]:
+        return [_admission(row) for row in self._db.execute("SELECT * FROM admissions ORDER BY admission")]
+
+    def unfinished(self) -> list[Admission]:
+        """Admissions that have not ended: what a resume must finish, start again or call lost."""
+        query = "SELECT admissions.* FROM admissions NATURAL LEFT JOIN endings WHERE ending IS NULL ORDER BY admission"
+        return [_admission(row) for row in self._db.execute(query)]
+
+    def group(self, index: int, attempt: int | None = None) -> Group:
+        """The group as it was filled; by default of the last attempt."""
+        row = self._db.execute(
+            "SELECT attempt, version, failure FROM groups WHERE admission = ? AND attempt = coalesce(?, attempt) "
+            "ORDER BY attempt DESC",
+            (index, attempt),
+        ).fetchone()
+        if row is None:
+            raise KeyError(f"{self.folder.path} has no filled group {index}")
+        attempt, version, failure = row
+        query = "SELECT * FROM rollouts WHERE admission = ? AND attempt = ? ORDER BY sample"
+        stored = self._db.execute(query, (index, attempt)).fetchall()
+        verdicts = self._verdicts(index, attempt)
+        return Group(
+            admission=replace(self.admission(index), version=version, attempt=attempt),
+            rollouts=tuple(_rollout(row) for row in stored),
+            verdicts=tuple(verdicts[row["sample"]] for row in stored),
+            rewards=tuple(row["reward"] for row in stored),
+            failure=None if failure is None else decode_text(failure),
+        )
+
+    def groups(self) -> Iterator[Group]:
+        """Every filled group, failed ones too, by index and attempt; one at a time in memory."""
+        keys = self._db.execute("SELECT admission, attempt FROM groups ORDER BY admission, attempt").fetchall()
+        return (self.group(index, attempt) for index, attempt in keys)
+
+    def rollouts(
+        self, *, step: int | None = None, group: int | None = None, sample: int | None = None, limit: int | None = None
+    ) -> Iterator[StoredRollout]:
+        """Rollouts by group and sample: those a step used up, of a group, of a place in it, or all."""
+        keys = self._db.execute(
+            "SELECT admission, attempt, sample FROM rollouts NATURAL LEFT JOIN consumption "
+            "WHERE (?1 IS NULL OR step = ?1) AND (?2 IS NULL OR admission = ?2) AND (?3 IS NULL OR sample = ?3) "
+            "ORDER BY admission, attempt, sample LIMIT coalesce(?4, -1)",
+            (step, group, sample, limit),
+        ).fetchall()
+        return (self._stored_rollout(*key) for key in keys)
+
+    def _stored_rollout(self, index: int, attempt: int, sample: int) -> StoredRollout:
+        key = (index, attempt, sample)
+        row = self._db.execute(
+            "SELECT rollouts.*, groups.version, ending, reason, step FROM rollouts "
+            "JOIN groups USING (admission, attempt) LEFT JOIN endings USING (admission, attempt) "
+            "LEFT JOIN consumption USING (admission, attempt) "
+            "WHERE admission = ? AND attempt = ? AND sample = ?",
+            key,
+        ).fetchone()
+        rollout = _rollout(row)
+        query = "SELECT fate, tokens FROM fates WHERE admission = ? AND attempt = ? AND sample = ?"
+        fates = {Fate(fate): tokens for fate, tokens in self._db.execute(query, key)}
+        return StoredRollout(
+            admission=replace(self.admission(index), version=row["version"], attempt=attempt),
+            rollout=rollout,
+            verdicts=self._verdicts(index, attempt)[sample],
+            reward=row["reward"],
+            ending=row["ending"],
+            reason="" if row["reason"] is None else decode_text(row["reason"]),
+            step=row["step"],
+            fates=fates if row["ending"] else {Fate.IN_FLIGHT: rollout.num_sampled},
+            rows=self._rows(index, rollout) if row["step"] is not None else {},
+        )
+
+    def _verdicts(self, index: int, attempt: int) -> dict[int, dict[str, Verdict]]:
+        query = "SELECT * FROM verdicts WHERE admission = ? AND attempt = ? ORDER BY sample, position"
+        found: dict[int, dict[str, Verdict]] = defaultdict(dict)
+        for row in self._db.execute(query, (index, attempt)):
+            found[row["sample"]][row["source"]] = Verdict(
+                outcome=Outcome(row["outcome"]),
+                value=row["value"],
+                parts=decode_json(row["parts"]),
+                reason=decode_text(row["reason"]),
+                seconds=row["seconds"],
+                arrays={} if row["arrays"] is None else decode_arrays(row["arrays"]),
+            )
+        return found
+
+    def _rows(self, index: int, rollout: Rollout) -> dict[int, Row]:
+        """What was trained of one rollout, by segment."""
+        query = "SELECT segment, payload FROM trained_rows WHERE admission = ? AND sample = ? ORDER BY segment"
+        return {
+            place: Row(group=index, sample=rollout.sample, segment=rollout.segments[place], **decode_arrays(payload))
+            for place, payload in self._db.execute(query, (index, rollout.sample))
+        }
+
+    # Steps.
+
+    def steps(self) -> list[StepRecord]:
+        rows = self._db.execute("SELECT step, places, version, updates FROM steps ORDER BY step")
+        return [StepRecord(step=s, places=p, version=v, updates=u) for s, p, v, u in rows]
+
+    def consumption(self, step: int | None = None) -> list[Consumed]:
+        """Which groups were used up, in that order; by one step or by all."""
+        query = "SELECT step, place, admission, attempt FROM consumption WHERE ?1 IS NULL OR step = ?1 ORDER BY ordinal"
+        rows = self._db.execute(query, (step,))
+        return [Consumed(step=s, place=p, admission=a, attempt=t) for s, p, a, t in rows]
+
+    def batch(self, step: int) -> Batch:
+        """The batch of a step as the learner saw it: same groups, same rows, same order, same bits."""
+        found = self._db.execute("SELECT places FROM steps WHERE step = ?", (step,)).fetchone()
+        if found is None:
+            raise KeyError(f"{self.folder.path} has no step {step}")
+        groups = [self.group(c.admission, c.attempt) for c in self.consumption(step) if c.place is not None]
+        rows = [
+            row
+            for group in sorted(groups, key=lambda group: group.index)
+            for rollout in group.rollouts
+            for row in self._rows(group.index, rollout).values()
+        ]
+        return Batch(step=step, places=found[0], groups=tuple(groups), rows=tuple(rows))
+
+    # Versions, events, evaluations.
+
+    def versions(self) -> list[VersionRecord]:
+        """Published weights, oldest first."""
+        query = "SELECT lineage, version, updates, fingerprint, parent FROM versions ORDER BY lineage, version"
+        return [VersionRecord(**dict(row)) for row in self._db.execute(query)]
+
+    def events(self, kind: str | None = None, role: str | None = None) -> Iterator[Event]:
+        """The time line in the order in which it was told."""
+        rows = self._db.execute(
+            "SELECT * FROM events WHERE (?1 IS NULL OR kind = ?1) AND (?2 IS NULL OR role = ?2) ORDER BY ordinal",
+            (kind, role),
+        )
+        for row in rows:
+            fields = dict(row)
+            del fields["ordinal"]
+            yield Event(**fields | {"numbers": decode_json(fields["numbers"])})
+
+    def evaluations(self, task: str | None = None, version: int | None = None) -> list[EvaluatedSample]:
+        rows = self._db.execute(
+            "SELECT * FROM evaluations WHERE (?1 IS NULL OR task = ?1) AND (?2 IS NULL OR version = ?2) "
+            "ORDER BY lineage, version, task, mode, row, sample",
+            (task, version),
+        )
+        return [
+            EvaluatedSample(
+                task=row["task"],
+                mode=row["mode"],
+                temperature=row["temperature"],
+                row=row["row"],
+                sample=row["sample"],
+                prompt=decode_text(row["prompt"]),
+                text=decode_text(row["text"]),
+                correct=None if row["correct"] is None else bool(row["correct"]),
+                value=row["value"],
+                num_tokens=row["tokens"],
+                finish=row["finish"],
+                version=row["version"],
+                lineage=row["lineage"],
+            )
+            for row in rows
+        ]
+
+
+def check_store(folder: RunFolder) -> sqlite3.Connection:
+    """A read-only connection to a store that this version understands; else `RunFolderError`."""
+    if not folder.store.is_file():
+        what = "holds no store.sqlite" if folder.path.is_dir() else "is not a folder"
+        raise RunFolderError(f"{folder.path} is not a run: it {what}. Name a run folder, such as runs/demo-1")
+    try:
+        connection = _connect_read_only(folder.store)
+        schema = connection.execute("PRAGMA user_version").fetchone()[0]
+        mark = connection.execute("PRAGMA application_id").fetchone()[0]
+    except sqlite3.DatabaseError as error:
+        raise RunFolderError(f"{folder.store} cannot be read as the store of a run: {error}") from error
+    if mark == APPLICATION_ID and 1 <= schema <= SCHEMA_VERSION:
+        return connection
+    connection.close()
+    if mark == APPLICATION_ID:
+        raise RunFolderError(
+            f"{folder.store} has schema {schema}; this Nearpolicy reads up to {SCHEMA_VERSION}. Update it to read it"
+        )
+    raise RunFolderError(f"{folder.store} is a database, but not the store of a run")
+
+
+def _connect_read_only(path: Path) -> sqlite3.Connection:
+    def connect(query: str) -> sqlite3.Connection:
+        uri = f"{path.resolve().as_uri()}?{query}"
+        connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=30.0)
+        connection.row_factory = sqlite3.Row
+        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        return connection
+
+    try:
+        return connect("mode=ro")
+    except sqlite3.OperationalError:
+        # A WAL database wants a -shm file beside it. On a read-only disk there is none, and nobody writes either.
+        if path.with_name(path.name + "-wal").exists():
+            raise
+        return connect("mode=ro&immutable=1")
+
+
+def _admission(row: sqlite3.Row) -> Admission:
+    prompt = decode_json(row["prompt"])
+    return Admission(
+        index=row["admission"],
+        attempt=row["attempt"],
+        seed=row["seed"],
+        version=row["version"],
+        prompt=Prompt(
+            id=prompt["id"],
+            task=decode_text(row["task"]),
+            text=prompt["text"],
+            messages=None if prompt["messages"] is None else tuple(prompt["messages"]),
+            columns=prompt["columns"],
+        ),
+    )
+
+
+def _rollout(row: sqlite3.Row) -> Rollout:
+    return Rollout(
+        sample=row["sample"],
+        segments=decode_segments(row["payload"]),
+        text=decode_text(row["text"]),
+        numerics=row["numerics"],
+        lineage=row["lineage"],
+    )

@@ -1,0 +1,193 @@
+"""What the tables of a run's store mean.
+
+`PRAGMA user_version` is the schema's number: a reader takes its own and older ones, and refuses a newer one by name.
+Columns marked *text* are blobs of UTF-8 with surrogates passed through: what a model samples may contain NUL or lone
+surrogates, and SQLite's own text type is safe for neither. Columns marked *JSON* are blobs for the same reason (see
+`nearpolicy.store.payload`).
+
+    admissions --+-- groups -- rollouts -- verdicts
+                 |                 +------ fates           the sum of a rollout's fates is what it sampled (I2)
+                 +-- endings                               one row: every attempt at an admission ends exactly once (I2)
+                 +-- consumption -- trained_rows           which group filled which place of which step, with advantages
+    steps, versions, evaluations, events, run
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SCHEMA_VERSION = 1
+APPLICATION_ID = 0x4E524C50
+"""Marks the file as ours ("NRLP") for `file` and for the reader."""
+
+CONSUMED = "consumed"
+"""The ending of an admission whose group was used up by a step; every other ending is the value of a `Fate`."""
+
+SCHEMA = """
+-- Facts about the run as a whole: config, wall_anchor, packages. One JSON value per key.
+CREATE TABLE run (
+    key   TEXT PRIMARY KEY,
+    value BLOB NOT NULL
+) WITHOUT ROWID;
+
+-- Prompts that were given an index and a slot. A retry keeps its index and raises `attempt`.
+CREATE TABLE admissions (
+    admission INTEGER PRIMARY KEY,
+    attempt   INTEGER NOT NULL,
+    seed      INTEGER NOT NULL,
+    version   INTEGER NOT NULL,          -- newest published version at admission
+    task      BLOB NOT NULL,             -- text
+    prompt    BLOB NOT NULL              -- JSON: id, text, messages, columns
+);
+
+-- What came of one attempt at an admission: complete, or failed with a reason.
+CREATE TABLE groups (
+    admission INTEGER NOT NULL REFERENCES admissions,
+    attempt   INTEGER NOT NULL,
+    version   INTEGER NOT NULL,          -- newest published version at this attempt
+    oldest    INTEGER NOT NULL,          -- smallest version among the group's tokens
+    failure   BLOB,                      -- text, NULL if complete
+    PRIMARY KEY (admission, attempt)
+) WITHOUT ROWID;
+
+CREATE TABLE rollouts (
+    admission INTEGER NOT NULL,
+    attempt   INTEGER NOT NULL,
+    sample    INTEGER NOT NULL,
+    lineage   INTEGER NOT NULL,
+    numerics  TEXT NOT NULL,
+    sampled   INTEGER NOT NULL,          -- tokens the policy chose: what the fates add up to
+    reward    REAL,                      -- NULL: nothing scored it
+    text      BLOB NOT NULL,             -- text
+    payload   BLOB NOT NULL,             -- segments, see payload.py
+    PRIMARY KEY (admission, attempt, sample)
+);
+
+CREATE TABLE verdicts (
+    admission INTEGER NOT NULL,
+    attempt   INTEGER NOT NULL,
+    sample    INTEGER NOT NULL,
+    position  INTEGER NOT NULL,          -- order of the sources in the group's mapping
+    source    TEXT NOT NULL,
+    outcome   TEXT NOT NULL,
+    value     REAL,
+    parts     BLOB NOT NULL,             -- JSON
+    reason    BLOB NOT NULL,             -- text
+    seconds   REAL NOT NULL,
+    arrays    BLOB,                      -- safetensors, NULL without any
+    PRIMARY KEY (admission, attempt, sample, position)
+) WITHOUT ROWID;
+
+CREATE TABLE steps (
+    step    INTEGER PRIMARY KEY,
+    places  INTEGER NOT NULL,
+    version INTEGER NOT NULL,            -- steps the weights contain afterwards
+    updates INTEGER NOT NULL
+);
+
+-- Groups in the order in which steps used them up. A group that was used up but left its place empty has no place.
+CREATE TABLE consumption (
+    ordinal   INTEGER PRIMARY KEY,
+    step      INTEGER NOT NULL REFERENCES steps,
+    place     INTEGER,
+    admission INTEGER NOT NULL,
+    attempt   INTEGER NOT NULL,
+    UNIQUE (admission)                   -- never trained twice
+);
+CREATE INDEX consumption_by_step ON consumption (step, ordinal);
+
+-- What a learner trained on: one row per segment of a batch.
+CREATE TABLE trained_rows (
+    admission INTEGER NOT NULL,
+    sample    INTEGER NOT NULL,
+    segment   INTEGER NOT NULL,
+    payload   BLOB NOT NULL,             -- safetensors: trained, advantages
+    PRIMARY KEY (admission, sample, segment)
+);
+
+CREATE TABLE endings (
+    admission INTEGER NOT NULL,
+    attempt   INTEGER NOT NULL,
+    ending    TEXT NOT NULL,             -- consumed, or the fate of a discarded group
+    reason    BLOB NOT NULL,             -- text
+    PRIMARY KEY (admission, attempt)
+) WITHOUT ROWID;
+
+-- Tokens of a rollout by what became of them. A stored rollout without rows here is in flight.
+CREATE TABLE fates (
+    admission INTEGER NOT NULL,
+    attempt   INTEGER NOT NULL,
+    sample    INTEGER NOT NULL,
+    fate      TEXT NOT NULL,
+    tokens    INTEGER NOT NULL,
+    PRIMARY KEY (admission, attempt, sample, fate)
+) WITHOUT ROWID;
+
+CREATE TABLE versions (
+    lineage     INTEGER NOT NULL,
+    version     INTEGER NOT NULL,
+    updates     INTEGER NOT NULL,
+    fingerprint TEXT NOT NULL,
+    parent      INTEGER,
+    wall_s      REAL NOT NULL,           -- how long the publication took
+    PRIMARY KEY (lineage, version)       -- never names two weights
+) WITHOUT ROWID;
+
+CREATE TABLE events (
+    ordinal   INTEGER PRIMARY KEY,
+    time      REAL NOT NULL,             -- seconds since the run's wall_anchor, by the monotonic clock
+    role      TEXT NOT NULL,
+    kind      TEXT NOT NULL,
+    instance  INTEGER NOT NULL,
+    admission INTEGER,
+    sample    INTEGER,
+    segment   INTEGER,
+    version   INTEGER,
+    seconds   REAL,
+    numbers   BLOB NOT NULL              -- JSON
+);
+CREATE INDEX events_by_kind ON events (kind, ordinal);
+
+-- Held-out samples. Their tokens are counted here and never among the fates.
+CREATE TABLE evaluations (
+    ordinal  INTEGER PRIMARY KEY,
+    lineage  INTEGER NOT NULL,
+    version  INTEGER NOT NULL,
+    task     TEXT NOT NULL,
+    mode     TEXT NOT NULL,              -- accuracy, pass: the two ways in which one evaluation samples
+    temperature REAL NOT NULL,
+    row      INTEGER NOT NULL,           -- the held-out question
+    sample   INTEGER NOT NULL,
+    prompt   BLOB NOT NULL,              -- text
+    text     BLOB NOT NULL,              -- text
+    correct  INTEGER,                    -- NULL: nobody could judge it
+    value    REAL,
+    tokens   INTEGER NOT NULL,
+    finish   TEXT NOT NULL,
+    UNIQUE (lineage, version, task, mode, row, sample)
+);
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatedSample:
+    """One completion of one held-out question, judged."""
+
+    task: str
+    mode: str
+    """What it was sampled for: ``accuracy``, or ``pass`` for pass@k."""
+    temperature: float
+    row: int
+    """Which held-out question."""
+    sample: int
+    prompt: str
+    text: str
+    correct: bool | None
+    """None if the verifier failed or abstained: it counts neither as right nor as wrong."""
+    value: float | None
+    """The score it was judged by."""
+    num_tokens: int
+    finish: str
+    version: int = 0
+    """Weights it was sampled under."""
+    lineage: int = 0

@@ -1,0 +1,415 @@
+"""`SqliteStore`: the one writer of a run's store.
+
+Promises
+- What one call says is committed together or not at all, and calls are committed in the order in which they were made.
+- After `flush` returns, everything said before it survives ``kill -9``. (Power loss may cost the last transactions,
+  never the order; ``sync="full"`` excludes that too, at the price of a disk flush per commit.)
+- Memory is bounded: with ``max_pending`` calls waiting the next one waits as well. That wait has a bound and a name.
+- An error in the writer's thread is raised by the next call, whoever makes it. Calls before the failed one are
+  committed, it and those after it are not.
+- A second writer of the same folder, in this or another process, is refused. The lock dies with its process.
+- I2 is checked before a commit: each attempt at an admission ends once, and a rollout's fates add up to its tokens.
+
+    call -> bounded queue -> thread: BEGIN, (SAVEPOINT, apply, RELEASE) per call, COMMIT
+
+One commit serves all calls that wait (group commit).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import queue
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nearpolicy.errors import NearpolicyError, RunFolderError, StandstillError
+from nearpolicy.records import Admission, Batch, Event, Fate, Group, Rollout, Row, StepReport, Verdict, VersionRecord
+from nearpolicy.store.folder import RunFolder
+from nearpolicy.store.payload import decode_json, encode_arrays, encode_json, encode_segments, encode_text
+from nearpolicy.store.schema import APPLICATION_ID, CONSUMED, SCHEMA, SCHEMA_VERSION, EvaluatedSample
+
+_MAX_PER_COMMIT = 512
+_LINGER_S = 0.01
+"""How long a commit waits for company. Only calls that nobody flushes for can be lost in it."""
+
+
+class SqliteStore:
+    """Implements `nearpolicy.roles.RunStore`. Thread-safe; make one with `create` or `open`."""
+
+    def __init__(
+        self, folder: RunFolder, connection: sqlite3.Connection, lock: Any, *, max_pending: int, stall_s: float
+    ) -> None:
+        self.folder = folder
+        self.wall_anchor: float = decode_json(_one(connection, "SELECT value FROM run WHERE key = 'wall_anchor'"))
+        """Wall time of the run's time zero, stored once; see `nearpolicy.telemetry.events.Recorder`."""
+        self._db = connection
+        self._lock = lock
+        self._stall_s = stall_s
+        self._calls: queue.Queue[Callable[[], None] | threading.Event | None] = queue.Queue(maxsize=max_pending)
+        self._error: BaseException | None = None
+        self._progress = time.monotonic()
+        self._closed = False
+        self._gate = threading.Lock()
+        self._thread = threading.Thread(target=self._write, name=f"store {folder.name}", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def create(
+        cls,
+        folder: RunFolder,
+        *,
+        config: Mapping[str, Any],
+        packages: Mapping[str, str] | None = None,
+        sync: str = "normal",
+        max_pending: int = 1024,
+        stall_s: float = 120.0,
+    ) -> SqliteStore:
+        """A new store in an existing folder that holds none."""
+        lock = _take_lock(folder)
+        if folder.store.exists():
+            lock.close()
+            raise RunFolderError(f"{folder.path} already holds a run. Choose another run.dir, or resume that run")
+        try:
+            connection = _connect(folder.store, sync)
+            facts = {"config": config, "packages": packages or {}, "wall_anchor": time.time()}
+            # One transaction: a reader finds either no store or a whole one.
+            connection.executescript(
+                f"BEGIN; {SCHEMA} PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {SCHEMA_VERSION};"
+            )
+            connection.executemany("INSERT INTO run VALUES (?, ?)", [(k, encode_json(v)) for k, v in facts.items()])
+            connection.execute("COMMIT")
+        except (sqlite3.Error, OSError) as error:
+            lock.close()
+            raise RunFolderError(f"no store can be made in {folder.path}: {error}") from error
+        return cls(folder, connection, lock, max_pending=max_pending, stall_s=stall_s)
+
+    @classmethod
+    def open(
+        cls, folder: RunFolder, *, sync: str = "normal", max_pending: int = 1024, stall_s: float = 120.0
+    ) -> SqliteStore:
+        """The store of a run that goes on."""
+        from nearpolicy.store.reader import check_store
+
+        check_store(folder).close()
+        lock = _take_lock(folder)
+        return cls(folder, _connect(folder.store, sync), lock, max_pending=max_pending, stall_s=stall_s)
+
+    # What a run says. Every method returns at once unless the queue is full.
+
+    def admitted(self, admission: Admission) -> None:
+        self._say(lambda: self._put_admission(admission))
+
+    def filled(self, group: Group) -> None:
+        self._say(lambda: self._put_group(group))
+
+    def consumed(self, batch: Batch, report: StepReport, fates: Mapping[tuple[int, int], Mapping[Fate, int]]) -> None:
+        """``fates`` names every rollout that the step used up, also of groups that left their place empty."""
+        frozen = {key: dict(value) for key, value in fates.items()}
+        self._say(lambda: self._put_step(batch, report, frozen))
+
+    def discarded(self, group: Group, fate: Fate, reason: str) -> None:
+        """All tokens of the group end with ``fate``; it needs not have been filled before."""
+        self._say(lambda: self._put_discard(group, fate, reason))
+
+    def published(self, record: VersionRecord, wall_s: float) -> None:
+        self._say(lambda: self._put_version(record, wall_s))
+
+    def event(self, event: Event) -> None:
+        self._say(lambda: self._put_event(event))
+
+    def evaluated(self, samples: Sequence[EvaluatedSample]) -> None:
+        """Held-out samples of one evaluation; saying the same ones again replaces them."""
+        self._say(lambda: self._put_evaluation(tuple(samples)))
+
+    def note(self, key: str, value: Any) -> None:
+        """A fact about the run as a whole, as JSON; the last value counts."""
+        data = encode_json(value)
+        self._say(lambda: self._run("INSERT OR REPLACE INTO run VALUES (?, ?)", key, data))
+
+    def flush(self) -> None:
+        """Returns when everything said so far is committed."""
+        done = threading.Event()
+        self._say(done)
+        since = time.monotonic()
+        while not done.wait(0.1):
+            self._check(since)
+        self._check()
+
+    def close(self) -> None:
+        """Commit what was said, let go of the folder. A second call does nothing."""
+        with self._gate:
+            if self._closed:
+                return
+            self._closed = True
+            self._calls.put(None)
+        self._thread.join()
+        self._db.close()
+        self._lock.close()
+        self._check()
+
+    def __enter__(self) -> SqliteStore:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+    # The queue.
+
+    def _say(self, call: Callable[[], None] | threading.Event) -> None:
+        with self._gate:  # no call slips in behind the one that closes
+            if self._closed:
+                raise NearpolicyError(f"the store of {self.folder.path} is closed; nothing more can be recorded")
+            since = time.monotonic()
+            while True:
+                self._check(since)
+                try:
+                    return self._calls.put(call, timeout=0.1)
+                except queue.Full:
+                    continue
+
+    def _check(self, since: float | None = None) -> None:
+        """Raise the writer's error, or say that it hangs: nothing committed for too long after ``since``."""
+        if self._error is not None:
+            raise self._described() from self._error
+        if since is not None and time.monotonic() - max(since, self._progress) > self._stall_s:
+            raise StandstillError(
+                f"the store of {self.folder.path} committed nothing for {self._stall_s:.0f} s with "
+                f"{self._calls.qsize()} calls waiting: its disk hangs, or another program holds the database"
+            )
+
+    def _described(self) -> NearpolicyError:
+        error = self._error
+        if isinstance(error, sqlite3.OperationalError):
+            return RunFolderError(f"the store {self.folder.store} cannot be written: {error}")
+        if isinstance(error, NearpolicyError):
+            return NearpolicyError(str(error))
+        return NearpolicyError(f"the store's writer stopped: {type(error).__name__}: {error}")
+
+    # The thread.
+
+    def _write(self) -> None:
+        """Takes calls until None; waits for the next call; wakes those who wait in `flush` and in a full queue."""
+        going = True
+        while going:
+            calls = self._gather()
+            going = calls[-1] is not None
+            self._commit([call for call in calls if callable(call)])
+            for call in calls:
+                if isinstance(call, threading.Event):
+                    call.set()
+
+    def _gather(self) -> list[Callable[[], None] | threading.Event | None]:
+        """The calls of the next commit: all that wait, until somebody waits for the commit itself."""
+        calls = [self._calls.get()]
+        deadline = time.monotonic() + _LINGER_S
+        while callable(calls[-1]) and len(calls) < _MAX_PER_COMMIT:
+            try:
+                calls.append(self._calls.get(timeout=max(0.0, deadline - time.monotonic())))
+            except queue.Empty:
+                break
+        return calls
+
+    def _commit(self, calls: Iterable[Callable[[], None]]) -> None:
+        if self._error is not None:
+            return  # later calls must not be stored without the one that failed
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            for call in calls:
+                self._db.execute("SAVEPOINT call")
+                call()
+                self._db.execute("RELEASE call")
+            self._db.execute("COMMIT")
+            self._progress = time.monotonic()
+        except BaseException as error:  # surfaces on the next call: this thread has nobody to raise to
+            self._error = error
+            with contextlib.suppress(sqlite3.Error):  # a full disk has already undone the whole transaction
+                self._db.execute("ROLLBACK TO call")
+                self._db.execute("COMMIT")  # the calls before the failed one are kept
+
+    # What each call writes.
+
+    def _run(self, sql: str, *values: Any) -> sqlite3.Cursor:
+        # Counters often come out of numpy, whose scalars sqlite3 refuses.
+        return self._db.execute(sql, [v.item() if isinstance(v, np.generic) else v for v in values])
+
+    def _put_admission(self, admission: Admission) -> None:
+        prompt = admission.prompt
+        described = {"id": prompt.id, "text": prompt.text, "messages": prompt.messages, "columns": prompt.columns}
+        self._run(
+            "INSERT INTO admissions VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (admission) DO UPDATE "
+            "SET attempt = max(attempt, excluded.attempt)",
+            *(admission.index, admission.attempt, admission.seed, admission.version),
+            *(encode_text(prompt.task), encode_json(described)),
+        )
+
+    def _put_group(self, group: Group) -> None:
+        """Idempotent, so that whoever ends a group can be sure that it is there."""
+        key = (group.index, group.admission.attempt)
+        if _one(self._db, "SELECT 1 FROM groups WHERE admission = ? AND attempt = ?", *key):
+            return
+        self._put_admission(group.admission)
+        failure = None if group.failure is None else encode_text(group.failure)
+        self._run(
+            "INSERT INTO groups VALUES (?, ?, ?, ?, ?)", *key, group.admission.version, group.oldest_version, failure
+        )
+        # A failed group may hold rollouts that nobody has judged.
+        verdicts = group.verdicts or ({},) * len(group.rollouts)
+        rewards = group.rewards or (None,) * len(group.rollouts)
+        for rollout, of_rollout, reward in zip(group.rollouts, verdicts, rewards, strict=True):
+            self._put_rollout(key, rollout, reward)
+            for position, (source, verdict) in enumerate(of_rollout.items()):
+                self._put_verdict((*key, rollout.sample, position), source, verdict)
+
+    def _put_rollout(self, key: tuple[int, int], rollout: Rollout, reward: float | None) -> None:
+        self._run(
+            "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            *(*key, rollout.sample, rollout.lineage, rollout.numerics, rollout.num_sampled),
+            None if reward is None else float(reward),
+            *(encode_text(rollout.text), encode_segments(rollout.segments)),
+        )
+
+    def _put_verdict(self, key: tuple[int, int, int, int], source: str, verdict: Verdict) -> None:
+        self._run(
+            "INSERT INTO verdicts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            *(*key, source, verdict.outcome.value),
+            None if verdict.value is None else float(verdict.value),
+            *(encode_json(verdict.parts), encode_text(verdict.reason), float(verdict.seconds)),
+            encode_arrays(verdict.arrays) if verdict.arrays else None,
+        )
+
+    def _put_step(self, batch: Batch, report: StepReport, fates: Mapping[tuple[int, int], Mapping[Fate, int]]) -> None:
+        self._run("INSERT INTO steps VALUES (?, ?, ?, ?)", batch.step, batch.places, report.version, report.updates)
+        attempts: dict[int, int] = {}
+        for place, group in enumerate(batch.groups):
+            self._put_group(group)
+            attempts[group.index] = group.admission.attempt
+            self._put_consumption(batch.step, place, group.index, group.admission.attempt)
+        for index in sorted({index for index, _ in fates} - attempts.keys()):
+            attempt = _one(self._db, "SELECT max(attempt) FROM groups WHERE admission = ?", index)
+            if attempt is None:
+                raise NearpolicyError(f"step {batch.step} used up group {index}, which was never filled")
+            attempts[index] = attempt
+            self._put_consumption(batch.step, None, index, attempt)
+        by_group: dict[int, dict[int, Mapping[Fate, int]]] = {index: {} for index in attempts}
+        for (index, sample), of_sample in fates.items():
+            by_group[index][sample] = of_sample
+        for index, attempt in attempts.items():
+            self._put_fates(index, attempt, by_group[index])
+        self._put_rows(batch)
+
+    def _put_consumption(self, step: int, place: int | None, index: int, attempt: int) -> None:
+        self._end(index, attempt, CONSUMED, f"step {step}")
+        columns = "INSERT INTO consumption (step, place, admission, attempt) VALUES (?, ?, ?, ?)"
+        self._run(columns, step, place, index, attempt)
+
+    def _put_rows(self, batch: Batch) -> None:
+        groups = {group.index: group for group in batch.groups}
+        for row in batch.rows:
+            self._run(
+                "INSERT INTO trained_rows VALUES (?, ?, ?, ?)",
+                *(row.group, row.sample, _segment_index(groups[row.group], row)),
+                encode_arrays({"trained": row.trained, "advantages": row.advantages}),
+            )
+
+    def _put_discard(self, group: Group, fate: Fate, reason: str) -> None:
+        self._put_group(group)
+        self._end(group.index, group.admission.attempt, fate.value, reason)
+        fates = {rollout.sample: {fate: rollout.num_sampled} for rollout in group.rollouts}
+        self._put_fates(group.index, group.admission.attempt, fates)
+
+    def _end(self, index: int, attempt: int, ending: str, reason: str) -> None:
+        before = _one(self._db, "SELECT ending FROM endings WHERE admission = ? AND attempt = ?", index, attempt)
+        if before is not None:
+            raise NearpolicyError(f"admission {index} (attempt {attempt}) ended as {before} and again as {ending}")
+        self._run("INSERT INTO endings VALUES (?, ?, ?, ?)", index, attempt, ending, encode_text(reason))
+
+    def _put_fates(self, index: int, attempt: int, fates: Mapping[int, Mapping[Fate, int]]) -> None:
+        """Every rollout of the group at once, and I2 checked: what the fates say is what was sampled."""
+        query = "SELECT sample, sampled FROM rollouts WHERE admission = ? AND attempt = ?"
+        sampled = dict(self._run(query, index, attempt).fetchall())
+        told = {sample: sum(of_sample.values()) for sample, of_sample in fates.items()}
+        wrong = {s for s in sampled.keys() | told.keys() if sampled.get(s, 0) != told.get(s, 0)}
+        if wrong:
+            lines = [f"sample {s}: {sampled.get(s, 0)} sampled, {told.get(s, 0)} told" for s in sorted(wrong)]
+            raise NearpolicyError(f"the fates of group {index} do not add up ({'; '.join(lines)})")
+        for sample, of_sample in fates.items():
+            for fate, tokens in of_sample.items():
+                if fate is Fate.IN_FLIGHT:
+                    raise NearpolicyError(f"group {index} ended with tokens in flight; that is not an ending")
+                if tokens:
+                    self._run("INSERT INTO fates VALUES (?, ?, ?, ?, ?)", index, attempt, sample, fate.value, tokens)
+
+    def _put_version(self, record: VersionRecord, wall_s: float) -> None:
+        query = "SELECT fingerprint FROM versions WHERE lineage = ? AND version = ?"
+        known = _one(self._db, query, record.lineage, record.version)
+        if known is not None and known != record.fingerprint:
+            raise NearpolicyError(
+                f"version {record.version} of lineage {record.lineage} has fingerprint {known}; the same name cannot "
+                f"be given to weights with fingerprint {record.fingerprint}: open a new lineage"
+            )
+        self._run(
+            "INSERT OR IGNORE INTO versions VALUES (?, ?, ?, ?, ?, ?)",
+            *(record.lineage, record.version, record.updates, record.fingerprint, record.parent, float(wall_s)),
+        )
+
+    def _put_event(self, event: Event) -> None:
+        self._run(
+            "INSERT INTO events (time, role, kind, instance, admission, sample, segment, version, seconds, numbers) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            *(event.time, event.role, event.kind, event.instance, event.admission, event.sample, event.segment),
+            *(event.version, event.seconds, encode_json(event.numbers)),
+        )
+
+    def _put_evaluation(self, samples: Iterable[EvaluatedSample]) -> None:
+        for s in samples:
+            self._run(
+                "INSERT OR REPLACE INTO evaluations (lineage, version, task, mode, temperature, row, sample, prompt, text, "
+                "correct, value, tokens, finish) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                *(s.lineage, s.version, s.task, s.mode, float(s.temperature), s.row, s.sample),
+                *(encode_text(s.prompt), encode_text(s.text)),
+                *(None if s.correct is None else int(s.correct), s.value, s.num_tokens, s.finish),
+            )
+
+
+def _segment_index(group: Group, row: Row) -> int:
+    rollout = next(r for r in group.rollouts if r.sample == row.sample)
+    for place, segment in enumerate(rollout.segments):
+        if segment is row.segment:
+            return place
+    raise NearpolicyError(f"a row of group {row.group}, sample {row.sample} trains a segment that is not the group's")
+
+
+def _connect(path: Path, sync: str) -> sqlite3.Connection:
+    if sync not in ("normal", "full"):
+        raise ValueError(f"store.sync is {sync!r}; use normal or full")
+    # Transactions are begun and ended by hand; the thread that uses the connection is not the one that makes it.
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30.0)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute(f"PRAGMA synchronous = {sync.upper()}")
+    return connection
+
+
+def _take_lock(folder: RunFolder) -> Any:
+    """An advisory lock that the kernel drops with the process, however it ends."""
+    try:
+        lock = folder.lock.open("ab")
+    except OSError as error:
+        raise RunFolderError(f"{folder.path} cannot be written: {error}. Choose another run.dir") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.close()
+        raise RunFolderError(f"{folder.path} is being written by another run; wait for it, or stop it") from error
+    return lock
+
+
+def _one(connection: sqlite3.Connection, sql: str, *values: Any) -> Any:
+    row = connection.execute(sql, values).fetchone()
+    return None if row is None else row[0]

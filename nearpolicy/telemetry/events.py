@@ -1,0 +1,189 @@
+"""The time line of a run: every role tells what it does when, by one schema.
+
+Time is the monotonic clock, counted from the run's wall anchor, which is stored once: clock corrections bend nothing,
+and a resumed run goes on with the same zero.
+
+Decode steps come thousands a second, so they are written in bunches: one event per 64 steps, or sooner when the batch
+drains, the version changes, the generator pauses, or somebody flushes. Sums in a bunch equal the sums over its steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from nearpolicy.records import Event
+from nearpolicy.telemetry.metrics import MetricsWriter, split_finite
+from nearpolicy.telemetry.sinks import Sinks
+
+_LOG = logging.getLogger(__name__)
+
+EVENT_KINDS: Mapping[str, tuple[str, str, str]] = {
+    # kind: (role that tells it, its numbers, meaning); * marks kinds that span time
+    "admit": ("queue", "attempt", "a prompt got an index and a slot"),
+    "prefill": ("generator", "tokens, cached", "* prompt tokens computed, and taken from a shared prefix"),
+    "decode_step": ("generator", "batch, context_sum, ms, sampled, running", "* one token for each running sequence"),
+    "decode": ("generator", "steps, batch_sum, batch_max, context_sum, ms, sampled", "* a bunch of decode steps"),
+    "swap": ("generator", "running", "* the generator moved to other weights"),
+    "finish": ("generator", "tokens, reason", "a sequence ended"),
+    "verify": ("verifier", "queue_s", "* one rollout judged; how long it had waited for a worker"),
+    "ready": ("queue", "sampled", "a group is complete"),
+    "take": ("queue", "step, groups, wait_s, staleness_max", "a step took its groups"),
+    "annotate": ("learner", "step, tokens", "* log-probabilities of the other policies"),
+    "forward_backward": ("learner", "step, tokens, rows", "* one micro-batch"),
+    "optim": ("learner", "step, update", "* one optimizer step"),
+    "export": ("sync", "bytes", "* weights leave the learner, with their digests"),
+    "load": ("sync", "bytes", "* a generator takes them"),
+    "compare": ("sync", "tensors", "* digests compared"),
+    "evaluate": ("evaluate", "task, mode, questions, tokens", "* held-out questions under one fixed version"),
+    "checkpoint": ("learner", "step, bytes", "* training state saved"),
+    "idle": ("any", "cause", "* a role waited; the cause names for what"),
+}
+
+DECODE_BUNCH = 64
+_DRAINS = ("swap", "idle")
+"""Kinds by which a generator says that decoding is interrupted."""
+
+_EVENT_FIELDS = ("instance", "admission", "sample", "segment", "version", "seconds")
+
+
+class _TakesEvents(Protocol):
+    def event(self, event: Event) -> None: ...
+
+
+@dataclass(slots=True)
+class _Bunch:
+    """Decode steps of one generator under one version that are not written yet."""
+
+    version: int | None
+    start: float
+    end: float
+    steps: int = 0
+    batch_sum: int = 0
+    batch_max: int = 0
+    context_sum: int = 0
+    ms: float = 0.0
+    sampled: int = 0
+
+
+class Recorder:
+    """Implements `nearpolicy.roles.Telemetry`: events to the store, metrics to ``metrics.jsonl`` and the sinks."""
+
+    def __init__(
+        self,
+        store: _TakesEvents,
+        *,
+        wall_anchor: float,
+        metrics: MetricsWriter | None = None,
+        sinks: Sinks | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``wall_anchor``: wall time of the run's time zero, as the store keeps it."""
+        self._store = store
+        self._metrics = metrics
+        self._sinks = sinks
+        self._clock = clock
+        # The wall clock is asked once: a run that goes on starts where the wall says, and is monotonic from there.
+        self._zero = clock() - max(0.0, time.time() - wall_anchor)
+        self._lock = threading.Lock()
+        self._bunches: dict[tuple[str, int], _Bunch] = {}
+
+    def now(self) -> float:
+        """Seconds since the run's anchor."""
+        return self._clock() - self._zero
+
+    def event(self, role: str, kind: str, **fields: Any) -> None:
+        """One entry of the time line, now; with ``seconds``, one that ends now and began so long ago.
+
+        Fields of `Event` go there, everything else into its numbers (see `EVENT_KINDS`).
+        """
+        if kind not in EVENT_KINDS:
+            raise ValueError(f"{role} tells an event of kind {kind!r}; known kinds: {', '.join(EVENT_KINDS)}")
+        own = {name: fields.pop(name) for name in _EVENT_FIELDS if name in fields}
+        own = {name: value for name, value in own.items() if value is not None}
+        end = self.now()
+        with self._lock:
+            where = (role, own.get("instance", 0))
+            if kind == "decode_step":
+                self._add_step(where, own.get("version"), end, fields)
+                return
+            if kind in _DRAINS:
+                self._write_bunch(where)
+            start = end - own.get("seconds", 0.0)
+            self._store.event(Event(time=start, role=role, kind=kind, **own, numbers=fields))
+
+    @contextmanager
+    def span(self, role: str, kind: str, **fields: Any) -> Iterator[dict[str, Any]]:
+        """Tell what the body does when it ends, also by an exception; numbers known only then go into the dict."""
+        late: dict[str, Any] = {}
+        start = self._clock()
+        try:
+            yield late
+        finally:
+            self.event(role, kind, **fields, **late, seconds=self._clock() - start)
+
+    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One line of metrics, to file and sinks; values that are not finite are called out."""
+        _, not_finite = split_finite(metrics)
+        with self._lock:
+            if self._metrics is not None:
+                self._metrics.write(step, metrics)
+            if self._sinks is not None:
+                self._sinks.log(step, metrics)
+        if not_finite:
+            _LOG.warning("step %d: not finite: %s", step, ", ".join(f"{n} is {v}" for n, v in not_finite.items()))
+
+    def flush(self) -> None:
+        """Write the bunches that are not full yet."""
+        with self._lock:
+            for where in list(self._bunches):
+                self._write_bunch(where)
+
+    def close(self) -> None:
+        """Flush, and close what was handed in except the store."""
+        self.flush()
+        with self._lock:
+            if self._metrics is not None:
+                self._metrics.close()
+            if self._sinks is not None:
+                self._sinks.close()
+
+    def _add_step(self, where: tuple[str, int], version: int | None, end: float, numbers: Mapping[str, Any]) -> None:
+        bunch = self._bunches.get(where)
+        if bunch is not None and bunch.version != version:
+            self._write_bunch(where)
+            bunch = None
+        if bunch is None:
+            bunch = self._bunches[where] = _Bunch(version, start=end - numbers["ms"] / 1000, end=end)
+        bunch.end = end
+        bunch.steps += 1
+        bunch.batch_sum += int(numbers["batch"])
+        bunch.batch_max = max(bunch.batch_max, int(numbers["batch"]))
+        bunch.context_sum += int(numbers["context_sum"])
+        bunch.ms += float(numbers["ms"])
+        bunch.sampled += int(numbers["sampled"])
+        if bunch.steps >= DECODE_BUNCH or numbers.get("running") == 0:
+            self._write_bunch(where)
+
+    def _write_bunch(self, where: tuple[str, int]) -> None:
+        bunch = self._bunches.pop(where, None)
+        if bunch is None:
+            return
+        role, instance = where
+        names = ("steps", "batch_sum", "batch_max", "context_sum", "ms", "sampled")
+        self._store.event(
+            Event(
+                time=bunch.start,
+                role=role,
+                kind="decode",
+                instance=instance,
+                version=bunch.version,
+                seconds=bunch.end - bunch.start,
+                numbers={name: getattr(bunch, name) for name in names},
+            )
+        )

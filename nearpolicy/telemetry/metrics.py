@@ -1,0 +1,160 @@
+"""Names of metrics, means that are what their name says, and the lines of ``metrics.jsonl``.
+
+Promises
+- A logged mean is the mean over tokens or samples, as its name says, however the data was cut into micro-batches
+  (`Mean`).
+- Every line is strict JSON. A value that is not finite becomes null and is listed under ``not_finite``, so that it is
+  seen as bad and spoils no other.
+- A line is written whole: after ``kill -9`` the next writer cuts off the torn rest of the last one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+METRICS: Mapping[str, str] = {
+    "reward/mean": "mean reward of the scored rollouts in the batch",
+    "reward/<source>/mean": "mean value of one reward source over the rollouts it scored",
+    "reward/<source>/<part>": "mean of one named part of a reward source",
+    "reward/zero_variance_share": "share of groups whose scored rollouts all have one reward",
+    "task/<task>/reward": "mean reward of the rollouts of one task",
+    "completion/length_mean": "sampled tokens per rollout",
+    "completion/length_max": "sampled tokens of the longest rollout",
+    "completion/truncated_share": "share of rollouts cut by the length limit",
+    "policy/loss": "value of the objective, per its aggregation",
+    "policy/entropy": "mean entropy of the policy over trained tokens, in nats",
+    "policy/clip_low_share": "share of trained tokens clipped from below",
+    "policy/clip_high_share": "share of trained tokens clipped from above",
+    "policy/kl_reference": "mean KL from the reference over trained tokens, in nats",
+    "policy/grad_norm": "gradient norm before clipping",
+    "learner/learning_rate": "learning rate of the last update of the step",
+    "learner/updates": "optimizer steps since the start of the run",
+    "mismatch/kl": "KL between behaviour policy and learner at the same weights, in nats per token",
+    "mismatch/prob_diff_mean": "mean absolute difference of probabilities, generator against learner",
+    "mismatch/logprob_diff_mean": "mean absolute difference of log-probabilities, generator against learner",
+    "mismatch/logprob_diff_p99": "its 99th percentile over tokens",
+    "mismatch/logprob_diff_max": "its maximum over tokens",
+    "mismatch/ess": "effective sample size of the importance weights, as a share",
+    "staleness/mean": "mean staleness of the consumed groups, in steps",
+    "staleness/max": "largest staleness among the consumed groups, in steps",
+    "staleness/updates_max": "largest lag of a token behind the weights it trained, in updates",
+    "time/generate_s": "time in which the generator computed",
+    "time/verify_s": "time in which verifiers ran",
+    "time/learn_s": "time in the learner's step",
+    "time/sync_s": "time in publishing weights",
+    "time/wait_s": "time in which the learner waited for a batch",
+    "time/step_s": "wall time from one step's end to the next",
+    "throughput/tokens_per_s": "consumed tokens per second of wall time",
+    "utilisation/<role>": "share of wall time in which the role worked",
+    "memory/peak_mb": "peak memory of the process",
+    "verifier/<name>/flip_rate": "share of verdicts that change when asked again",
+    "verifier/<name>/failed_share": "share of verdicts that failed",
+    "ledger/<fate>_tokens": "sampled tokens with this fate since the start of the run",
+    "evaluation/<task>/accuracy": "share of held-out questions answered right",
+    "evaluation/<task>/pass@<k>": "chance that one of k samples is right, unbiased, averaged over questions",
+}
+"""Canonical name -> meaning. ``<word>`` stands for one part of a name."""
+
+_PATTERNS = [
+    re.compile("".join("[^/]+" if piece.startswith("<") else re.escape(piece) for piece in re.split(r"(<\w+>)", name)))
+    for name in METRICS
+]
+
+
+def unknown_names(names: Iterable[str]) -> list[str]:
+    """Those that are not canonical, for tests of whoever logs metrics."""
+    return [name for name in names if not any(pattern.fullmatch(name) for pattern in _PATTERNS)]
+
+
+class Mean:
+    """A mean over items, put together from parts of different sizes.
+
+    Six tokens with mean 0.1 and two with mean 0.5 have mean 0.2, not 0.3:
+
+        kl = Mean()
+        kl.add(0.1, weight=6)
+        kl.add(0.5, weight=2)
+        kl.value  # 0.2
+    """
+
+    __slots__ = ("total", "weight")
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self.weight = 0.0
+
+    def add(self, mean: float, *, weight: float) -> None:
+        """``weight`` items (tokens, samples) whose mean is ``mean``. A part without items says nothing."""
+        if weight < 0:
+            raise ValueError(f"a mean over {weight} items makes no sense")
+        if weight:
+            self.total += float(mean) * weight
+            self.weight += weight
+
+    def add_sum(self, total: float, *, weight: float) -> None:
+        """``weight`` items whose sum is ``total``."""
+        if weight:
+            self.add(float(total) / weight, weight=weight)
+
+    def merge(self, other: Mean) -> None:
+        self.total += other.total
+        self.weight += other.weight
+
+    @property
+    def value(self) -> float | None:
+        """The mean, or None over nothing: leave the metric out then; it is not 0."""
+        return self.total / self.weight if self.weight else None
+
+
+def split_finite(metrics: Mapping[str, Any]) -> tuple[dict[str, float | None], dict[str, str]]:
+    """Plain numbers by name, null where one is not finite; and what those were: name -> nan, inf, -inf."""
+    values: dict[str, float | None] = {}
+    not_finite: dict[str, str] = {}
+    for name, value in metrics.items():
+        try:
+            number = float(value)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"metric {name!r} is {value!r}, which is not a number; leave it out if unknown") from error
+        values[name] = number if math.isfinite(number) else None
+        if not math.isfinite(number):
+            not_finite[name] = str(number)
+    return values, not_finite
+
+
+class MetricsWriter:
+    """Appends one line per call to ``metrics.jsonl``: step, time (wall), the metrics, ``not_finite`` if any is not."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        _cut_torn_line(self._path)
+        self._file = self._path.open("a", encoding="utf-8", newline="\n")
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the line as written."""
+        values, not_finite = split_finite(metrics)
+        line: dict[str, Any] = {"step": int(step), "time": time.time(), **values}
+        if not_finite:
+            line["not_finite"] = not_finite
+        # One write call, flushed: a reader sees whole lines, or the torn last one that it skips.
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+        return line
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _cut_torn_line(path: Path) -> None:
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        with path.open("r+b") as file:
+            file.truncate(whole)
