@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, field_validator, model_validator
 
 from nearpolicy.settings import ConfigModel
+
+TINY: Mapping[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 272,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+"""What `random:` models are made of where `model.init` says nothing else: about 0.1M parameters."""
 
 
 class ModelConfig(ConfigModel):

@@ -13,7 +13,15 @@ from nearpolicy.errors import DataError
 from nearpolicy.models.tokenizer import Renderer
 from nearpolicy.records import Prompt
 from nearpolicy.tasks.config import TaskConfig
-from nearpolicy.tasks.sources import Row, make_prompt, missing_columns, name_of, null_columns
+from nearpolicy.tasks.sources import (
+    ColumnsOf,
+    Row,
+    declared_columns,
+    make_prompt,
+    missing_columns,
+    name_of,
+    needed_columns,
+)
 
 SHOWN = 20
 """Problems written out; the others are counted."""
@@ -41,20 +49,30 @@ class Scan:
 
     def lengths_line(self) -> str:
         """Smallest, median and largest prompt in tokens."""
+        if not self.lengths:
+            return "not looked at"
         low, middle, high = np.percentile(self.lengths, [0, 50, 100]).astype(int)
         return f"{low} to {high} tokens, median {middle}"
 
 
-def scan(task: TaskConfig, rows: Sequence[Row], *, renderer: Renderer | None, max_prompt_length: int | None) -> Scan:
+def scan(
+    task: TaskConfig,
+    rows: Sequence[Row],
+    *,
+    renderer: Renderer | None,
+    max_prompt_length: int | None,
+    reward_columns: ColumnsOf = declared_columns,
+) -> Scan:
     """Look at every row; problems are collected, not raised."""
     found = Scan()
-    found.problems += missing_columns(task, rows)
+    needed = needed_columns(task, reward_columns)
+    found.problems += missing_columns(task, rows, needed)
     if found.problems:
         return found
     chat = _goes_through_chat_template(task, renderer, found)
     for row in rows:
         where = f"task {task.name}: {name_of(task.source)} row {row.number}"
-        nulls = null_columns(task, row)
+        nulls = [column for column in needed if row.values.get(column) is None]
         if nulls:
             _refuse_or_skip(
                 found, task.on_null, "null", f"{where} column `{nulls[0]}`: no value; mend it or set on_null: skip"

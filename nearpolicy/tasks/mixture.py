@@ -18,7 +18,7 @@ from nearpolicy.records import Prompt
 from nearpolicy.tasks.check import scan
 from nearpolicy.tasks.config import TaskConfig
 from nearpolicy.tasks.held_out import question_key, split_held_out
-from nearpolicy.tasks.sources import question_text, read_rows
+from nearpolicy.tasks.sources import ColumnsOf, declared_columns, question_text, read_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,17 +34,24 @@ class TaskData:
     """Reason -> rows left out by `on_null` and `on_overlong`."""
     repeated: int
     """Rows left out because an earlier row asks the same question."""
+    lengths: str
+    """Prompt lengths in words, for people."""
 
 
 def load_task(
-    config: TaskConfig, *, seed: int, renderer: Renderer | None = None, max_prompt_length: int | None = None
+    config: TaskConfig,
+    *,
+    seed: int,
+    renderer: Renderer | None,
+    max_prompt_length: int | None,
+    reward_columns: ColumnsOf = declared_columns,
 ) -> TaskData:
     """Read, check and divide a task's rows; `DataError` names every bad one (the first twenty).
 
-    Without a ``renderer`` lengths are not looked at and text counts as chat; that is for looking at data only.
+    Without a ``renderer`` lengths are not looked at and text counts as chat.
     """
     rows = read_rows(config.source)
-    found = scan(config, rows, renderer=renderer, max_prompt_length=max_prompt_length)
+    found = scan(config, rows, renderer=renderer, max_prompt_length=max_prompt_length, reward_columns=reward_columns)
     if found.problems:
         raise DataError(found.message())
     keys = [question_key(question_text(prompt)) for prompt in found.prompts]
@@ -56,6 +63,7 @@ def load_task(
         rows=len(rows),
         skipped=found.skipped,
         repeated=len(keys) - len(training) - len(held_out),
+        lengths=found.lengths_line(),
     )
 
 
@@ -114,9 +122,25 @@ def load_mixture(
     configs: Sequence[TaskConfig],
     *,
     seed: int,
-    renderer: Renderer | None = None,
-    max_prompt_length: int | None = None,
+    renderer: Renderer | None,
+    max_prompt_length: int | None,
+    reward_columns: ColumnsOf = declared_columns,
 ) -> Mixture:
-    """All tasks of a recipe, read and checked."""
-    tasks = [load_task(config, seed=seed, renderer=renderer, max_prompt_length=max_prompt_length) for config in configs]
+    """All tasks of a recipe, read and checked; `DataError` speaks for all of them."""
+    tasks, problems = [], []
+    for config in configs:
+        try:
+            tasks.append(
+                load_task(
+                    config,
+                    seed=seed,
+                    renderer=renderer,
+                    max_prompt_length=max_prompt_length,
+                    reward_columns=reward_columns,
+                )
+            )
+        except DataError as error:
+            problems.append(str(error))
+    if problems:
+        raise DataError("\n".join(problems))
     return Mixture(tasks, seed=seed)

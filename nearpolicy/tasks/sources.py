@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from nearpolicy.tasks.config import (
     Source,
     TaskConfig,
 )
+from nearpolicy.verifier.config import RewardConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,16 @@ def template_fields(template: str) -> list[str]:
     return fields
 
 
-def needed_columns(task: TaskConfig) -> dict[str, str]:
+ColumnsOf = Callable[[RewardConfig], Sequence[str]]
+"""What a reward reads from a row."""
+
+
+def declared_columns(reward: RewardConfig) -> Sequence[str]:
+    """What the reward's config says. A user function's signature says more: `nearpolicy.verifier.functions`."""
+    return reward.columns
+
+
+def needed_columns(task: TaskConfig, columns_of: ColumnsOf = declared_columns) -> dict[str, str]:
     """Columns a row must have -> the setting that asks for each."""
     needed: dict[str, str] = {}
     if task.template is not None:
@@ -158,24 +168,19 @@ def needed_columns(task: TaskConfig) -> dict[str, str]:
     if task.answer_column is not None:
         needed.setdefault(task.answer_column, "answer_column")
     for place, reward in enumerate(task.rewards):
-        for column in reward.columns:
+        for column in columns_of(reward):
             needed.setdefault(column, f"rewards.{place}, {reward.source}")
     return needed
 
 
-def missing_columns(task: TaskConfig, rows: Sequence[Row]) -> Iterator[str]:
+def missing_columns(task: TaskConfig, rows: Sequence[Row], needed: Mapping[str, str]) -> Iterator[str]:
     """A sentence for each needed column that no row has."""
     present = list(dict.fromkeys(name for row in rows for name in row.values))
-    for column, setting in needed_columns(task).items():
+    for column, setting in needed.items():
         if column not in present:
             close = nearest(column, present)
             hint = f"; did you mean `{close}`?" if close else f"; there are {', '.join(present)}"
             yield f"task {task.name}: {name_of(task.source)} has no column `{column}` (needed by {setting}){hint}"
-
-
-def null_columns(task: TaskConfig, row: Row) -> list[str]:
-    """Needed columns without a value in this row."""
-    return [column for column in needed_columns(task) if row.values.get(column) is None]
 
 
 def make_prompt(task: TaskConfig, row: Row, *, chat: bool) -> Prompt:

@@ -1,0 +1,1 @@
+"""The command line, and what builds the real roles and hands them to the pipeline."""

@@ -1,0 +1,223 @@
+"""``nearpolicy check``: resolve a recipe, say what it amounts to, refuse what cannot work. Loads no model.
+
+recipe + overrides -> RunConfig -> sizes, memory, threads -> printed          (neither torch nor transformers)
+--data: every row of every task, as the engine would see it                   (loads the tokenizer)
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from nearpolicy.config import RunConfig
+    from nearpolicy.launch.sizes import ModelShape
+    from nearpolicy.models.tokenizer import Renderer
+
+Lines = Iterator[tuple[str, str]]
+
+
+def command(
+    recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, any number.")] = None,
+    data: Annotated[bool, typer.Option("--data", help="Look at every row of every task as well.")] = False,
+) -> None:
+    """Explain a recipe and refuse contradictions, without loading a model."""
+    from nearpolicy.config import load_recipe
+
+    config = load_recipe(recipe, overrides or ())
+    shape = refuse(config)
+    for title, lines in (
+        ("run", _run(config)),
+        ("sizes", _sizes(config)),
+        ("model", _model(config, shape)),
+        ("memory", _memory(config, shape)),
+        ("machine", _machine(config)),
+    ):
+        _print_section(title, lines)
+    if data:
+        check_data(config)
+
+
+def refuse(config: RunConfig) -> ModelShape | None:
+    """Raise `ConfigError` with everything that needs a look beyond the recipe: files, folders, packages, the model.
+
+    Returns the model's shape, or None if it lies on a hub and has not been fetched.
+    """
+    from nearpolicy.errors import ConfigError, UserError
+    from nearpolicy.launch.sizes import model_shape
+    from nearpolicy.store.folder import refuse_unusable
+    from nearpolicy.tasks.sources import check_exists
+
+    problems, shape = list(_package_problems(config)), None
+    try:
+        shape = model_shape(config.model)
+    except UserError as error:
+        problems.append(str(error))
+    if shape is not None:
+        problems += _model_problems(config, shape)
+    looks = [partial(check_exists, task.source) for task in config.tasks]
+    if config.run.dir is not None:
+        looks.append(partial(refuse_unusable, config.run.dir))
+    for look in looks:
+        try:
+            look()
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return shape
+
+
+def check_data(config: RunConfig, renderer: Renderer | None = None) -> None:
+    """Look at every row as the run would; prints what was found, raises `DataError` for all tasks together."""
+    from nearpolicy.errors import DataError, UserError
+    from nearpolicy.tasks.mixture import load_task
+    from nearpolicy.verifier.functions import required_columns
+
+    renderer = renderer or _renderer(config)
+    problems = []
+    for task in config.tasks:
+        try:
+            loaded = load_task(
+                task,
+                seed=config.run.seed,
+                renderer=renderer,
+                max_prompt_length=config.sampling.max_prompt_length,
+                reward_columns=required_columns,
+            )
+        except UserError as error:
+            problems.append(str(error))
+            continue
+        left_out = {**loaded.skipped, "same question as an earlier row": loaded.repeated}
+        lines = [
+            (
+                "rows",
+                f"{loaded.rows}" + "".join(f", {count} left out: {why}" for why, count in left_out.items() if count),
+            ),
+            ("training, held out", f"{len(loaded.training)}, {len(loaded.held_out)}"),
+            ("prompt length", f"{loaded.lengths} (limit {config.sampling.max_prompt_length})"),
+        ]
+        _print_section(f"data of task {task.name}", iter(lines))
+    if problems:
+        raise DataError("\n".join(problems))
+
+
+def _renderer(config: RunConfig) -> Renderer:
+    from nearpolicy.models.tokenizer import Renderer, load_tokenizer
+
+    if config.model.tokenizer is not None:
+        return Renderer(load_tokenizer(config.model.tokenizer))
+    if config.model.family is not None:
+        return Renderer(load_tokenizer("bytes"))
+    from nearpolicy.models.loading import resolve
+
+    return Renderer(load_tokenizer(str(resolve(config.model.path))))
+
+
+def _package_problems(config: RunConfig) -> Iterator[str]:
+    from importlib.util import find_spec
+
+    for sink in config.telemetry.sinks:
+        if find_spec(sink) is None:
+            yield f"telemetry.sinks has {sink}, but the package is not installed; pip install 'nearpolicy[{sink}]'"
+
+
+def _model_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+    from nearpolicy.launch.sizes import MB, kv_bytes_per_token
+
+    sampling, bound = config.sampling, config.generator.kv_memory_mb
+    longest = sampling.max_prompt_length + sampling.max_completion_length
+    if shape.max_length is not None and longest > shape.max_length:
+        yield (
+            f"sampling.max_prompt_length + sampling.max_completion_length is {longest}, but {config.model.path} was made "
+            f"for {shape.max_length} tokens; shorten one of them"
+        )
+    needed = longest * kv_bytes_per_token(shape, config.model) / MB
+    if bound is not None and bound < needed:
+        yield (
+            f"generator.kv_memory_mb={bound:g} cannot hold one sequence of {longest} tokens, which takes {needed:.1f} MB; "
+            "raise it or shorten sequences"
+        )
+
+
+def _run(config: RunConfig) -> Lines:
+    yield "name", config.run.name
+    yield "folder", config.run.dir or f"runs/{config.run.name}-NUMBER"
+    yield "numerics", config.numerics
+    yield "order", "synchronous" if config.queue.max_staleness == 0 else f"asynchronous, order {config.queue.order}"
+    yield (
+        "objective",
+        f"{config.objective.advantage}, {config.objective.loss}, correction {config.objective.correction}",
+    )
+    total = sum(task.weight for task in config.tasks)
+    for task in config.tasks:
+        rewards = ", ".join(f"{reward.weight:g} x {reward.source}" for reward in task.rewards)
+        yield f"task {task.name}", f"{task.weight / total:.0%} of prompts, held out {task.held_out}, reward {rewards}"
+
+
+def _sizes(config: RunConfig) -> Lines:
+    queue, sampling, updates = config.queue, config.sampling, config.learner.updates_per_step
+    completions = config.completions_per_step
+    longest = sampling.max_prompt_length + sampling.max_completion_length
+    sampled = completions * sampling.max_completion_length
+    ahead = queue.num_slots * sampling.num_generations
+    lag = (queue.max_staleness + 1) * updates - 1
+    yield "one step", f"{queue.prompts_per_step} groups x {sampling.num_generations} = {completions} completions"
+    yield "tokens per step", f"at most {sampled:,} sampled, {completions * longest:,} with prompts"
+    yield "updates", f"{updates} per step, {updates * config.run.steps:,} in {config.run.steps} steps"
+    yield "slots", f"{queue.num_slots} groups = {ahead} completions admitted but not yet in published weights, at most"
+    yield "decoded at once", f"{min(config.generator.max_running, ahead)} sequences"
+    yield "staleness", f"at most {queue.max_staleness} (steps) when consumed, {lag} updates at the end of the step"
+    yield "weights published", f"every {config.sync.weight_sync_steps} step(s)"
+
+
+def _model(config: RunConfig, shape: ModelShape | None) -> Lines:
+    yield "path", config.model.path
+    if shape is None:
+        yield "size", "unknown until it is fetched from the hub"
+        return
+    about = "" if shape.exact else "about "
+    yield "parameters", f"{about}{shape.parameters:,} in {config.model.dtype}"
+    longest = config.sampling.max_prompt_length + config.sampling.max_completion_length
+    yield "longest sequence", f"{longest} of {shape.max_length or 'any number of'} tokens"
+
+
+def _memory(config: RunConfig, shape: ModelShape | None) -> Lines:
+    from nearpolicy.launch.sizes import available_memory_mb, memory_by_owner
+
+    if shape is None:
+        return
+    owners = memory_by_owner(config, shape)
+    for owner, size in owners.items():
+        yield owner, f"{size:,.0f} MB"
+    total, free = sum(owners.values()), available_memory_mb()
+    yield "together", f"about {total:,.0f} MB, and libraries"
+    if free is not None:
+        yield "free now", f"{free:,.0f} MB" + (": NOT ENOUGH" if total > free else "")
+
+
+def _machine(config: RunConfig) -> Lines:
+    from nearpolicy.launch.sizes import role_threads, versions
+    from nearpolicy.machine import num_cores
+
+    engine, learner = role_threads(config, num_cores())
+    yield "cores", str(num_cores())
+    yield "threads", f"engine {engine}, learner {learner}"
+    yield "python", platform.python_version()
+    yield "packages", ", ".join(f"{name} {version}" for name, version in versions().items())
+
+
+def _print_section(title: str, lines: Iterator[tuple[str, str]] | Sequence[tuple[str, str]]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(Text(title, style="bold"))
+    for label, value in lines:
+        console.print(Text.assemble((f"  {label:<24}", "dim"), value))

@@ -1,0 +1,71 @@
+"""``nearpolicy COMMAND``: a table of commands, each in a module that is imported when it runs and not before.
+
+A `UserError` is a message on stderr and exit status 2, never a traceback. ``--help`` loads neither torch nor numpy nor
+pydantic: the table carries the help lines.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import typer
+import typer.core
+import typer.main
+
+from nearpolicy.errors import UserError
+from nearpolicy.machine import prepare_environment
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "check": ("nearpolicy.launch.check", "Explain a recipe and refuse contradictions, without loading a model."),
+}
+"""Name -> (module with a function `command`, help line)."""
+
+
+class _Slot(typer.core.TyperCommand):
+    """Stands for a command in the list; becomes the real one when it is called."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        return _real_command(str(self.name)).make_context(*args, **kwargs)
+
+
+def _real_command(name: str) -> Any:
+    module, help_line = COMMANDS[name]
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command(name=name, help=help_line)(importlib.import_module(module).command)
+    return typer.main.get_command(app)
+
+
+class _Commands(typer.core.TyperGroup):
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        return _Slot(name=cmd_name, help=COMMANDS[cmd_name][1])
+
+
+app = typer.Typer(
+    cls=_Commands, add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
+)
+
+
+@app.callback()
+def _nearpolicy() -> None:
+    """Asynchronous RL post-training of language models that you can trust and take apart."""
+
+
+def main() -> None:
+    """Entry point of the command line."""
+    prepare_environment()
+    try:
+        app()
+    except UserError as error:
+        print(f"nearpolicy: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

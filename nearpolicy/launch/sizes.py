@@ -1,0 +1,235 @@
+"""How large a run is, worked out from the recipe and a model's config file, without loading torch or the model.
+
+Parameter counts come from a file's header where there is one and are exact; for `random:` models and activations
+they are estimates. The parts are named by owner, so that a reader sees whose setting to turn."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from nearpolicy.config import RunConfig
+from nearpolicy.errors import ModelError
+from nearpolicy.models.config import TINY, ModelConfig
+
+MB = 1024 * 1024
+_HEAD_ROWS = 1024
+"""Rows of logits the learner holds at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What sizes follow from."""
+
+    parameters: int
+    exact: bool
+    """Counted in a file's header, rather than estimated."""
+    layers: int
+    hidden: int
+    intermediate: int
+    vocabulary: int
+    kv_width: int
+    """Numbers kept per token and layer: keys and values of all their heads."""
+    max_length: int | None
+    """Longest sequence the model was made for."""
+
+
+def model_shape(model: ModelConfig) -> ModelShape | None:
+    """The shape of a recipe's model; None if it lies on a hub and has not been fetched yet."""
+    if model.family is not None:
+        return shape_of({**TINY, **model.init}, parameters=None)
+    if model.package is not None:
+        return _shape_of_gguf(_gguf_in_package(model.package))
+    folder = _local_folder(model.path)
+    if folder is None:
+        return None
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return shape_of(config.get("text_config", config), parameters=_count_safetensors(folder))
+
+
+def shape_of(config: Mapping[str, Any], *, parameters: int | None) -> ModelShape:
+    """From the values of a Hugging Face ``config.json``; without a count the parameters are those of a Llama."""
+    hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
+    heads = int(config["num_attention_heads"])
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    head_dim = int(config.get("head_dim") or hidden // heads)
+    intermediate = int(config.get("intermediate_size") or 4 * hidden)
+    vocabulary = int(config["vocab_size"])
+    kv_width = 2 * kv_heads * head_dim
+    if config.get("kv_lora_rank"):  # MLA: the engine keeps expanded keys and values, of different width
+        key_dim = int(config["qk_nope_head_dim"]) + int(config["qk_rope_head_dim"])
+        kv_width = heads * (key_dim + int(config["v_head_dim"]))
+    embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings", True) else 2)
+    experts = int(config.get("num_local_experts") or config.get("num_experts") or 1)
+    layer = hidden * (2 * heads * head_dim + kv_width) + 3 * hidden * intermediate * experts + 2 * hidden
+    longest = config.get("max_position_embeddings")
+    return ModelShape(
+        parameters=parameters or embeddings + layers * layer + hidden,
+        exact=parameters is not None,
+        layers=layers,
+        hidden=hidden,
+        intermediate=intermediate,
+        vocabulary=vocabulary,
+        kv_width=kv_width,
+        max_length=int(longest) if longest else None,
+    )
+
+
+def role_threads(config: RunConfig, cores: int) -> tuple[int, int]:
+    """Intra-op threads of engine and learner: one each if they may run at the same time, all cores if they take
+    turns."""
+    alone = config.queue.max_staleness == 0
+    usual = cores if alone else 1
+    return config.generator.threads or usual, config.learner.threads or usual
+
+
+def number_bytes(model: ModelConfig) -> int:
+    return 4 if model.dtype == "float32" else 2
+
+
+def kv_bytes_per_token(shape: ModelShape, model: ModelConfig) -> int:
+    return shape.layers * shape.kv_width * number_bytes(model)
+
+
+def memory_by_owner(config: RunConfig, shape: ModelShape) -> dict[str, float]:
+    """Owner -> MB. Activations leave attention scores out, which are recomputed where they are large."""
+    size, weights = number_bytes(config.model), shape.parameters * number_bytes(config.model) / MB
+    longest = config.sampling.max_prompt_length + config.sampling.max_completion_length
+    kv = config.generator.kv_memory_mb or (
+        config.generator.max_running * longest * kv_bytes_per_token(shape, config.model) / MB
+    )
+    tokens = config.learner.max_tokens_per_microbatch
+    # Kept per layer for the backward pass: two norms, q, k, v before and after rotation, attention, its projection, the
+    # residual, and four rows of the feed-forward part.
+    layer = 6 * shape.hidden + 2 * (shape.hidden + shape.kv_width) + 4 * shape.intermediate
+    kept = shape.layers * shape.hidden + layer if config.learner.activation_checkpointing else shape.layers * layer
+    head = 2 * min(tokens, _HEAD_ROWS) * shape.vocabulary * 4 / MB
+    return {
+        "learner: weights": weights,
+        "learner: gradients": weights,
+        "learner: AdamW means": 2 * weights,
+        "learner: activations": tokens * kept * size / MB + head,
+        "engine: weights": weights,
+        "engine: keys and values": kv,
+    }
+
+
+def available_memory_mb() -> float | None:
+    """Memory the machine could give now, or None where it does not say."""
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError:
+        return None
+    line = next((line for line in text.splitlines() if line.startswith("MemAvailable:")), None)
+    return int(line.split()[1]) / 1024 if line else None
+
+
+def _local_folder(path: str) -> Path | None:
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"model.path {path}: the folder has no config.json; name a Hugging Face model folder")
+        return folder
+    if path.startswith(("/", ".", "~")) or path.count("/") > 1:
+        raise ModelError(f"model.path {path}: no such folder (looked for {folder.absolute()})")
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(path, "config.json")
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def _count_safetensors(folder: Path) -> int | None:
+    files = sorted(folder.glob("*.safetensors"))
+    return sum(map(_count_in_header, files)) if files else None
+
+
+def _count_in_header(file: Path) -> int:
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        header = json.loads(stream.read(length))
+    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+
+
+def _gguf_in_package(name: str) -> Path:
+    spec = util.find_spec(name.replace("-", "_"))
+    files = sorted(Path(next(iter(spec.submodule_search_locations))).glob("*.gguf")) if spec and spec.origin else []
+    if len(files) != 1:
+        raise ModelError(f"model.path package:{name}: no installed package with one GGUF file; pip install {name}")
+    return files[0]
+
+
+_GGUF_NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_GGUF_TEXT, _GGUF_LIST = 8, 9
+
+
+def _shape_of_gguf(file: Path) -> ModelShape:
+    """Read the header only: the reader of the package `gguf` decodes the whole vocabulary, which takes seconds."""
+    with file.open("rb") as stream:
+        if stream.read(4) != b"GGUF":
+            raise ModelError(f"{file}: not a GGUF file")
+        _, num_tensors, num_values = struct.unpack("<IQQ", stream.read(20))
+        values = {_gguf_text(stream): _gguf_value(stream, _unpack(stream, "<I")) for _ in range(num_values)}
+        parameters = 0
+        names = set()
+        for _ in range(num_tensors):
+            names.add(_gguf_text(stream))
+            dimensions = struct.unpack(f"<{(count := _unpack(stream, '<I'))}Q", stream.read(8 * count))
+            stream.seek(12, 1)  # type and offset
+            parameters += math.prod(dimensions)
+    family = values["general.architecture"]
+    return shape_of(
+        {
+            "hidden_size": values[f"{family}.embedding_length"],
+            "num_hidden_layers": values[f"{family}.block_count"],
+            "num_attention_heads": values[f"{family}.attention.head_count"],
+            "num_key_value_heads": values.get(f"{family}.attention.head_count_kv"),
+            "head_dim": values.get(f"{family}.attention.key_length"),
+            "intermediate_size": values[f"{family}.feed_forward_length"],
+            "vocab_size": values["tokenizer.ggml.tokens"],
+            "max_position_embeddings": values.get(f"{family}.context_length"),
+            "tie_word_embeddings": "output.weight" not in names,
+        },
+        parameters=parameters,
+    )
+
+
+def _gguf_value(stream: BinaryIO, kind: int) -> Any:
+    """A number or text; of a list only its length, which is all that sizes need."""
+    if kind == _GGUF_TEXT:
+        return _gguf_text(stream)
+    if kind != _GGUF_LIST:
+        return _unpack(stream, _GGUF_NUMBERS[kind])
+    inner, count = _unpack(stream, "<I"), _unpack(stream, "<Q")
+    if inner in _GGUF_NUMBERS:
+        stream.seek(count * struct.calcsize(_GGUF_NUMBERS[inner]), 1)
+    else:
+        for _ in range(count):
+            _gguf_value(stream, inner)
+    return count
+
+
+def _gguf_text(stream: BinaryIO) -> str:
+    return stream.read(_unpack(stream, "<Q")).decode("utf-8", errors="replace")
+
+
+def _unpack(stream: BinaryIO, form: str) -> Any:
+    return struct.unpack(form, stream.read(struct.calcsize(form)))[0]
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of what results depend on."""
+    names = ("nearpolicy", "torch", "transformers", "numpy", "reasoning-gym", "math-verify")
+    return {name: found for name in names if (found := _version(name))}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
