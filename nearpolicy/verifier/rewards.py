@@ -1,0 +1,272 @@
+"""Built-in scores: a completion and the columns of its row -> a verdict. Pure functions, no processes, no clock.
+
+Three promises hold for all of them. A completion that is merely wrong, empty or unreadable scores 0. A row that is at
+fault (no answer, an answer that cannot be read) gives a *failed* verdict: it says nothing about the completion. An
+exception means that the scoring code is at fault; the caller turns it into a failed verdict, never into 0.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import logging
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from nearpolicy.records import Outcome, Prompt, Rollout, Verdict
+from nearpolicy.verifier.config import (
+    ExactMatchReward,
+    MathVerifyReward,
+    NumberReward,
+    ReasoningGymReward,
+    RegexReward,
+)
+
+BuiltIn = ExactMatchReward | RegexReward | NumberReward | MathVerifyReward | ReasoningGymReward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What a reward may know of one rollout; plain data, fit to travel to a worker process."""
+
+    text: str
+    """The completion."""
+    columns: Mapping[str, Any]
+    prompt: str | list[Mapping[str, Any]] = ""
+    """Text, or chat messages."""
+    completion_ids: list[int]
+    """Tokens the policy chose, in order."""
+    task: str
+
+    @classmethod
+    def of(cls, prompt: Prompt, rollout: Rollout) -> Sample:
+        return cls(
+            text=rollout.text,
+            columns=dict(prompt.columns),
+            prompt=prompt.text if prompt.text is not None else [dict(message) for message in prompt.messages or ()],
+            completion_ids=[int(token) for s in rollout.segments for token in s.token_ids[s.mask]],
+            task=prompt.task,
+        )
+
+
+class RowError(Exception):
+    """The row, not the completion, is at fault."""
+
+
+def runs_inline(reward: BuiltIn) -> bool:
+    """Whether a score takes linear time whatever the completion.
+
+    A regular expression may backtrack for ever, math-verify may compute 9^9^9^9, and some reasoning-gym data sets hand
+    the completion to ``eval``: these belong where a deadline can be enforced.
+    """
+    return isinstance(reward, ExactMatchReward | NumberReward)
+
+
+def score(reward: BuiltIn, sample: Sample) -> Verdict:
+    """The verdict of a built-in reward."""
+    try:
+        return _SCORES[type(reward)](reward, sample)
+    except RowError as error:
+        return Verdict.failed(str(error))
+
+
+def control(reward: BuiltIn, columns: Mapping[str, Any]) -> str | None:
+    """A completion that must score above 0, or None if the reward knows none.
+
+    Scored after a completion ran into a limit, in the same place: if it passes, the completion was the cause.
+    """
+    if isinstance(reward, MathVerifyReward):
+        return _as_latex(_answer(reward.answer_column, columns))
+    if isinstance(reward, ReasoningGymReward):
+        answer = _answer(reward.answer_column, columns)
+        return f"<{reward.answer_tag}>{answer}</{reward.answer_tag}>" if reward.answer_tag else answer
+    return None
+
+
+def _column(name: str, columns: Mapping[str, Any]) -> Any:
+    value = columns.get(name)
+    if value is None:
+        raise RowError(f"the column {name!r} is {'empty' if name in columns else 'missing'} in this row")
+    return value
+
+
+def _answer(name: str, columns: Mapping[str, Any]) -> str:
+    return str(_column(name, columns))
+
+
+# Exact match and regular expressions
+
+
+def _exact_match(reward: ExactMatchReward, sample: Sample) -> Verdict:
+    """Answers that are not text are compared by their ``str``."""
+    text, answer = sample.text, _answer(reward.answer_column, sample.columns)
+    if reward.strip:
+        text, answer = text.strip(), answer.strip()
+    if reward.ignore_case:
+        text, answer = text.casefold(), answer.casefold()
+    return Verdict.scored(float(text == answer))
+
+
+def _regex(reward: RegexReward, sample: Sample) -> Verdict:
+    match = re.search if reward.match == "search" else re.fullmatch
+    return Verdict.scored(float(match(reward.pattern, sample.text) is not None))
+
+
+# Numbers
+
+_NUMBER = re.compile(
+    r"""
+    (?<![A-Za-z0-9_])                       # digits glued to a word belong to it: x2, H2O
+    (?<![0-9][.])                           # and 1.2.3 is no decimal
+    (?:(?<![A-Za-z0-9_)\]}])[+\-\u2212])?   # a sign, unless something stands before it to subtract from
+    (?:
+        (?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?
+        | \.[0-9]+
+    )
+    (?:[eE][+\-]?[0-9]{1,3}(?![0-9]))?
+    """,
+    re.VERBOSE,
+)
+
+
+def find_numbers(text: str) -> list[tuple[str, Decimal]]:
+    """Every number in a text, as written and as an exact value.
+
+    Commas group thousands only in groups of three: ``1,234`` is one number, ``98,76`` and ``1,2345`` are two each. A
+    sign (the Unicode minus too) touches its number; after a digit, a letter or a closing bracket it is an operator or a
+    dash: ``10-4`` holds 10 and 4, ``= -4`` holds -4. ``.5``, ``5.`` (with a full stop), ``+5``, ``007`` and ``1.5e3``
+    are read; digits glued to a word (``x2``) are not. Units, currency and per cent signs are ignored, and ``3/4`` is
+    two numbers: values that are written as expressions are for ``math_verify``.
+    """
+    return [(match.group(), _exact(match.group())) for match in _NUMBER.finditer(text)]
+
+
+def _exact(number: str) -> Decimal:
+    return Decimal(number.replace(",", "").replace("\u2212", "-"))
+
+
+def _number(reward: NumberReward, sample: Sample) -> Verdict:
+    """Equality is exact: 0.5 is 0.50, and 0.3333 is not a third."""
+    answer = _number_answer(_column(reward.answer_column, sample.columns), reward.answer_column)
+    numbers = find_numbers(sample.text)
+    if not numbers:
+        return _zero("no number in the completion", correct=0.0, form=0.0)
+    written, value = numbers[-1]
+    correct, form = value == answer, sample.text.strip() == written
+    return Verdict.scored(correct * (1.0 if form else reward.partial), correct=float(correct), form=float(form))
+
+
+def _number_answer(answer: Any, column: str) -> Decimal:
+    text = str(answer).strip()
+    if not isinstance(answer, bool) and _NUMBER.fullmatch(text):
+        return _exact(text)
+    raise RowError(f"the column {column!r} holds {answer!r}, which is not a number")
+
+
+def _zero(reason: str, **parts: float) -> Verdict:
+    return Verdict(outcome=Outcome.SCORED, value=0.0, parts=parts, reason=reason)
+
+
+# math-verify
+
+
+def _math_verify(reward: MathVerifyReward, sample: Sample) -> Verdict:
+    answer = _answer(reward.answer_column, sample.columns)
+    golds = _parse(_as_latex(answer))
+    if not golds:
+        raise RowError(f"math-verify finds nothing to compare with in the answer {answer!r}")
+    candidates = _parse(sample.text)
+    if not candidates:
+        return _zero("no answer in the completion")
+    equal = functools.partial(_library().verify, timeout_seconds=None, raise_on_error=True)
+    return Verdict.scored(float(any_equal(golds, candidates, equal)))
+
+
+def _as_latex(answer: str) -> str:
+    r"""The answer as math-verify reads it best: bare LaTeX such as ``\frac{1}{2}`` is found only inside a delimiter."""
+    return answer if "\\boxed" in answer or "$" in answer else rf"\boxed{{{answer}}}"
+
+
+def _parse(text: str) -> list[Any]:
+    # math-verify does not know the sign U+2212 outside LaTeX. Its own time limits use SIGALRM, which exists only in a
+    # main thread and is blind inside one long multiplication; ours kills the process.
+    return _library().parse(text.replace("\u2212", "-"), parsing_timeout=None, raise_on_error=True)
+
+
+def any_equal(golds: Iterable[Any], candidates: Iterable[Any], equal: Callable[[Any, Any], bool]) -> bool:
+    """Whether any pair is equal; an error in one pair counts only if no other pair settles the matter."""
+    failure: Exception | None = None
+    for gold, candidate in itertools.product(golds, candidates):
+        try:
+            if equal(gold, candidate):
+                return True
+        except Exception as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+    return False
+
+
+@functools.cache
+def _library() -> Any:
+    """math-verify, imported late because it takes most of a second, and without its warnings about missing limits."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    import math_verify
+
+    return math_verify
+
+
+# reasoning-gym
+
+
+def _reasoning_gym(reward: ReasoningGymReward, sample: Sample) -> Verdict:
+    metadata = _column(reward.metadata_column, sample.columns)
+    metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
+    name = metadata.get("source_dataset")
+    if name is None:
+        raise RowError(f"the column {reward.metadata_column!r} does not name its data set in 'source_dataset'")
+    entry = {
+        "question": sample.columns.get("question", sample.prompt),
+        "answer": _answer(reward.answer_column, sample.columns),
+        "metadata": metadata,
+    }
+    value = float(_data_set(name, json.dumps(reward.settings)).score_answer(_tagged(reward, sample.text), entry))
+    if not math.isfinite(value):
+        return Verdict.failed(f"the data set {name!r} scored {value}")
+    return Verdict.scored(value)
+
+
+def _tagged(reward: ReasoningGymReward, text: str) -> str | None:
+    if reward.answer_tag is None:
+        return text.strip()
+    found = re.findall(rf"<{reward.answer_tag}>(.*?)</{reward.answer_tag}>", text, re.DOTALL)
+    return found[-1].strip() if found else None
+
+
+@functools.lru_cache(maxsize=64)
+def _data_set(name: str, settings: str) -> Any:
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(name, **json.loads(settings))
+
+
+def preload(reward: BuiltIn) -> None:
+    """Import now what the first score would import, so that no time limit pays for it."""
+    if isinstance(reward, MathVerifyReward):
+        _library()
+    elif isinstance(reward, ReasoningGymReward):
+        import reasoning_gym  # noqa: F401
+
+
+_SCORES: Mapping[type, Any] = {
+    ExactMatchReward: _exact_match,
+    RegexReward: _regex,
+    NumberReward: _number,
+    MathVerifyReward: _math_verify,
+    ReasoningGymReward: _reasoning_gym,
+}
