@@ -7,7 +7,7 @@ recipe + overrides -> RunConfig -> sizes, memory, threads -> printed          (n
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -95,15 +95,13 @@ def check_data(config: RunConfig, renderer: Renderer | None = None) -> None:
             problems.append(str(error))
             continue
         left_out = {**loaded.skipped, "same question as an earlier row": loaded.repeated}
+        reasons = [f"{count} left out: {why}" for why, count in left_out.items() if count]
         lines = [
-            (
-                "rows",
-                f"{loaded.rows}" + "".join(f", {count} left out: {why}" for why, count in left_out.items() if count),
-            ),
+            ("rows", ", ".join([str(loaded.rows), *reasons])),
             ("training, held out", f"{len(loaded.training)}, {len(loaded.held_out)}"),
             ("prompt length", f"{loaded.lengths} (limit {config.sampling.max_prompt_length})"),
         ]
-        _print_section(f"data of task {task.name}", iter(lines))
+        _print_section(f"data of task {task.name}", lines)
     if problems:
         raise DataError("\n".join(problems))
 
@@ -135,27 +133,24 @@ def _model_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     longest = sampling.max_prompt_length + sampling.max_completion_length
     if shape.max_length is not None and longest > shape.max_length:
         yield (
-            f"sampling.max_prompt_length + sampling.max_completion_length is {longest}, but {config.model.path} was made "
-            f"for {shape.max_length} tokens; shorten one of them"
+            f"sampling.max_prompt_length + sampling.max_completion_length is {longest}, but {config.model.path} was "
+            f"made for {shape.max_length} tokens; shorten one of them"
         )
     needed = longest * kv_bytes_per_token(shape, config.model) / MB
     if bound is not None and bound < needed:
         yield (
-            f"generator.kv_memory_mb={bound:g} cannot hold one sequence of {longest} tokens, which takes {needed:.1f} MB; "
-            "raise it or shorten sequences"
+            f"generator.kv_memory_mb={bound:g} cannot hold one sequence of {longest} tokens, which takes "
+            f"{needed:.1f} MB; raise it or shorten sequences"
         )
 
 
 def _run(config: RunConfig) -> Lines:
+    objective, total = config.objective, sum(task.weight for task in config.tasks)
     yield "name", config.run.name
     yield "folder", config.run.dir or f"runs/{config.run.name}-NUMBER"
     yield "numerics", config.numerics
     yield "order", "synchronous" if config.queue.max_staleness == 0 else f"asynchronous, order {config.queue.order}"
-    yield (
-        "objective",
-        f"{config.objective.advantage}, {config.objective.loss}, correction {config.objective.correction}",
-    )
-    total = sum(task.weight for task in config.tasks)
+    yield "objective", f"{objective.advantage}, {objective.loss}, correction {objective.correction}"
     for task in config.tasks:
         rewards = ", ".join(f"{reward.weight:g} x {reward.source}" for reward in task.rewards)
         yield f"task {task.name}", f"{task.weight / total:.0%} of prompts, held out {task.held_out}, reward {rewards}"
@@ -213,7 +208,7 @@ def _machine(config: RunConfig) -> Lines:
     yield "packages", ", ".join(f"{name} {version}" for name, version in versions().items())
 
 
-def _print_section(title: str, lines: Iterator[tuple[str, str]] | Sequence[tuple[str, str]]) -> None:
+def _print_section(title: str, lines: Iterable[tuple[str, str]]) -> None:
     from rich.console import Console
     from rich.text import Text
 

@@ -44,7 +44,7 @@ class _Commands(typer.core.TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
-        return _Slot(name=cmd_name, help=COMMANDS[cmd_name][1])
+        return _Slot(name=cmd_name, short_help=COMMANDS[cmd_name][1])
 
 
 app = typer.Typer(
@@ -61,7 +61,7 @@ def main() -> None:
     """Entry point of the command line."""
     prepare_environment()
     try:
-        app()
+        app(prog_name="nearpolicy")
     except UserError as error:
         print(f"nearpolicy: {error}", file=sys.stderr)
         sys.exit(2)

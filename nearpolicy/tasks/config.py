@@ -89,7 +89,8 @@ class TaskConfig(ConfigModel):
     system: str | None = None
     """System message put before every prompt; needs a chat template."""
     answer_column: str | None = Field(default_factory=_usual_answer_column)
-    """Column with the right answer, for rewards that compare and for `warm_start`; `answer` for reasoning-gym."""
+    """Column with the right answer, which `warm_start` learns from; `answer` for reasoning-gym. Rewards name their
+    own."""
     held_out: NonNegativeInt = 0
     """Questions kept away from training, for evaluation: chosen by their normalised text (case, white space and the
     order of summands do not make another question)."""

@@ -1,0 +1,123 @@
+"""``python -m nearpolicy.launch.reference``: write docs/recipe-reference.md from the config models.
+
+The text under each key is the docstring in the code, so that the two cannot disagree; a test fails when the file is
+old."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import annotated_types
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from nearpolicy.config import RunConfig
+from nearpolicy.recipe_keys import models_in
+
+FILE = Path("docs/recipe-reference.md")
+
+_OPENING = """# Recipe reference
+
+<!-- Written by `python -m nearpolicy.launch.reference` from the config models. Do not edit. -->
+
+A recipe is a YAML (1.2) file with the sections below. Any value can be set on the command line as `section.key=value`,
+the value read as YAML; entries of lists by their number: `tasks.0.weight=2`. Every key is used or refused, and all
+problems are reported at once. `nearpolicy check RECIPE` says what a recipe amounts to.
+"""
+
+
+def reference() -> str:
+    """The whole page."""
+    parts = [_OPENING]
+    for name, field in RunConfig.model_fields.items():
+        models = models_in(field.annotation)
+        heading = f"`{name}` (a list)" if get_origin(field.annotation) is list else f"`{name}`"
+        parts += [f"## {heading}", *_section(models[0], f"{name}.N" if "list" in heading else name)]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _section(model: type[BaseModel], prefix: str) -> Iterator[str]:
+    """The docstring, a table of keys, and a part for each kind of what is nested inside."""
+    yield " ".join((model.__doc__ or "").split())
+    yield "\n".join(
+        ["| key | value | default | meaning |", "|---|---|---|---|", *map(_row, model.model_fields.items())]
+    )
+    for name, field in model.model_fields.items():
+        for inner in models_in(field.annotation):
+            place = f"{prefix}.{name}{'.M' if get_origin(field.annotation) is tuple else ''}"
+            kinds = get_args(inner.model_fields["kind"].annotation)
+            yield f"### `{place}` with `kind: {kinds[0]}`"
+            yield from _section(inner, place)
+
+
+def _row(item: tuple[str, FieldInfo]) -> str:
+    name, field = item
+    meaning = " ".join((field.description or "").split())
+    cells = (f"`{name}`", _value(field), _default(field), meaning)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _value(field: FieldInfo) -> str:
+    kind, null, _ = _type(field.annotation).partition(" or `null`")
+    limits = [limit for part in field.metadata for limit in _limits(part)]
+    return " ".join([kind, *limits]) + null
+
+
+def _type(annotation: Any) -> str:
+    """A type as people say it; models are described below their table."""
+    if models_in(annotation):
+        return "entries, see below" if get_origin(annotation) is tuple else "see below"
+    arguments = [part for part in get_args(annotation) if part is not type(None)]
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return " or ".join(f"`{word}`" for word in arguments)
+    if origin in (list, tuple):
+        inner = list(dict.fromkeys(map(_type, arguments)))
+        return f"{len(arguments)} of: {inner[0]}" if origin is tuple else f"list of: {inner[0]}"
+    if origin is dict:
+        return "mapping"
+    if hasattr(annotation, "__metadata__"):
+        limits = [limit for part in annotation.__metadata__ for limit in _limits(part)]
+        return " ".join([_type(annotation.__origin__), *limits])
+    if arguments:
+        return " or ".join(map(_type, arguments)) + (" or `null`" if type(None) in get_args(annotation) else "")
+    return {int: "integer", float: "number", str: "text", bool: "`true` or `false`"}.get(annotation, "any")
+
+
+def _limits(constraint: Any) -> Iterator[str]:
+    if isinstance(constraint, FieldInfo):
+        for part in constraint.metadata:
+            yield from _limits(part)
+    for kind, name, sign in (
+        (annotated_types.Gt, "gt", ">"),
+        (annotated_types.Ge, "ge", ">="),
+        (annotated_types.Lt, "lt", "<"),
+        (annotated_types.Le, "le", "<="),
+    ):
+        if isinstance(constraint, kind):
+            yield f"{sign} {getattr(constraint, name)}"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    if field.default_factory_takes_validated_data:
+        return "see meaning"
+    value = field.get_default(call_default_factory=True)
+    return "" if value is None else f"`{json.dumps(value)}`"
+
+
+def main() -> None:
+    """Write the page; the argument is another place for it."""
+    file = Path(sys.argv[1]) if len(sys.argv) > 1 else FILE
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(reference(), encoding="utf-8")
+    print(f"wrote {file}")
+
+
+if __name__ == "__main__":
+    main()
