@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from nearpolicy.errors import ModelError
-from nearpolicy.models.attention import NAME, register
+from nearpolicy.models.attention import register
 from nearpolicy.models.fitness import check_fitness
 from nearpolicy.models.policy import PolicyModel
 
@@ -169,16 +169,8 @@ def _disable_dropout(model: torch.nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def linear_shapes(policy: PolicyModel) -> set[tuple[int, int]]:
-    """(in, out) of every linear layer, head included."""
-    return {(m.in_features, m.out_features) for m in policy.modules() if isinstance(m, torch.nn.Linear)}
-
-
 def _quiet() -> None:
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-
-
-__all__ = ["NAME", "cache_dir", "linear_shapes", "load_policy", "resolve"]

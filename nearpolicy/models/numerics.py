@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from nearpolicy.models.attention import MIN_ROWS, PAGE
+from nearpolicy.models.policy import PolicyModel
+from nearpolicy.models.shapes import attention_shapes, linear_shapes
 
 CANDIDATES = (4, 8, 16, 32)
 _REFERENCE_ROWS = 160
@@ -37,6 +39,12 @@ class Numerics:
 
 FAST = Numerics(min_rows=1, max_threads=1 << 16)
 """No promise and no padding."""
+
+
+def probe_model(policy: PolicyModel, max_threads: int) -> Numerics | None:
+    """`probe` on the products this model is made of."""
+    heads = {(shape.key_size, shape.value_size) for shape in attention_shapes(policy).values()}
+    return probe(linear_shapes(policy), heads, max_threads)
 
 
 def probe(shapes: Iterable[tuple[int, int]], heads: Iterable[tuple[int, int]], max_threads: int) -> Numerics | None:

@@ -1,0 +1,1 @@
+"""The embedded engine: continuous batching over paged keys and values, with exact log-probabilities."""

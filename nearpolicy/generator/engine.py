@@ -1,0 +1,244 @@
+"""The forward pass of the embedded engine: plan, compute, draw, finish. Single-threaded; `runner` gives it a thread.
+
+    plan      Scheduler: one token of every running sequence, then chunks of prompts and interrupted prefixes
+    compute   PolicyModel.logits over the packed tokens, keys and values in pages
+    draw      sampled_logprobs, draw: the log-probability kept is the one the token was drawn from
+    finish    stop token, stop string, length
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nearpolicy.generator.kv import KeyValueStore, PagedContext, PagePool
+from nearpolicy.generator.sampling import draw, sampled_logprobs, uniforms
+from nearpolicy.generator.scheduler import Piece, PromptState, Scheduler, Sequence, pages_for
+from nearpolicy.models.numerics import Numerics
+from nearpolicy.models.policy import PolicyModel
+from nearpolicy.models.shapes import attention_shapes
+from nearpolicy.models.weights import digests, load_weights, named_weights
+from nearpolicy.records import Finish
+from nearpolicy.roles import Completion, Request, Weights
+
+EventSink = Callable[..., None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """How much the engine holds at once."""
+
+    max_running: int
+    num_pages: int
+    prefill_chunk: int
+
+    @classmethod
+    def sized(
+        cls, policy: PolicyModel, *, max_running: int, prefill_chunk: int, max_length: int, kv_memory_mb: float | None
+    ) -> EngineLimits:
+        """Pages for ``max_running`` sequences of ``max_length`` tokens and as many prompts, or what the memory allows."""
+        if kv_memory_mb is None:
+            num_pages = (max_running + max(1, max_running // 4)) * pages_for(max_length)
+        else:
+            page_bytes = sum(shape.page_bytes for shape in attention_shapes(policy).values())
+            num_pages = int(kv_memory_mb * 2**20 // page_bytes)
+        return cls(max_running=max_running, num_pages=num_pages, prefill_chunk=prefill_chunk)
+
+
+class Engine:
+    """Completes requests under one version of the weights at a time."""
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        limits: EngineLimits,
+        numerics: Numerics,
+        *,
+        threads: int = 1,
+        version: int = 0,
+        decode: Callable[[list[int]], str] | None = None,
+        on_event: EventSink | None = None,
+    ) -> None:
+        """``decode`` turns token ids into text; only requests with stop strings need it."""
+        self.policy = policy
+        self.scheduler = Scheduler(PagePool(limits.num_pages), limits.max_running, limits.prefill_chunk)
+        self.scheduler.version = version
+        parameter = next(policy.parameters())
+        self._store = KeyValueStore(attention_shapes(policy), limits.num_pages, parameter.dtype, parameter.device)
+        self._numerics = numerics
+        self._threads = threads
+        self._decode = decode
+        self._emit = on_event or (lambda *_, **__: None)
+
+    @property
+    def version(self) -> int:
+        return self.scheduler.version
+
+    @property
+    def kv_bytes(self) -> int:
+        return self._store.bytes
+
+    def submit(self, request: Request) -> list[Completion]:
+        """Queue a request; completions that can never be made come back at once as failed."""
+        reason = self._refusal(request)
+        if reason is None:
+            self.scheduler.add(request)
+            return []
+        return [_ended(request, i, Finish.FAILED, reason) for i in range(request.n)]
+
+    def _refusal(self, request: Request) -> str | None:
+        if not len(request.token_ids):
+            return "the prompt has no token"
+        if not self.scheduler.fits(request):
+            return (
+                f"a sequence of {len(request.token_ids)} + {request.sampling.max_tokens} tokens does not fit into "
+                f"{self.scheduler.pool.num_pages} pages of keys and values; raise generator.kv_memory_mb"
+            )
+        if request.version is not None and request.version < self.version:
+            return f"version {request.version} was asked for, but the engine holds {self.version}"
+        if request.sampling.stop and self._decode is None:
+            return "stop strings need an engine with a tokenizer"
+        return None
+
+    def abort(self, request_ids: Iterable[str]) -> list[Completion]:
+        """End requests now; what they have sampled so far is kept in their completions."""
+        return [_completion(s, Finish.ABORTED) for s in self.scheduler.remove(set(request_ids))]
+
+    @torch.inference_mode()
+    def step(self) -> list[Completion]:
+        """One forward pass and one drawn token for every sequence that has logits; returns what ended."""
+        begin = time.perf_counter()
+        pieces = self.scheduler.plan()
+        drawing: list[Sequence] = []
+        logits: list[Tensor] = []
+        if pieces:
+            completing = [p for p in pieces if p.completes]
+            rows = self._forward(pieces, completing)
+            for i, piece in enumerate(completing):
+                if isinstance(piece.work, PromptState):
+                    piece.work.logits = rows[i : i + 1].clone()
+            decoded = [i for i, p in enumerate(completing) if isinstance(p.work, Sequence)]
+            drawing += [completing[i].work for i in decoded]
+            logits.append(rows if len(decoded) == len(rows) else rows[decoded])
+            for piece in pieces:
+                self.scheduler.computed(piece)
+        for start in self.scheduler.start_ready():
+            self._store.copy_pages(*zip(*start.copies, strict=True)) if start.copies else None
+            drawing += start.samples
+            logits.append(start.logits.expand(len(start.samples), -1))
+        self.scheduler.release_spent()
+        if not drawing:
+            return []
+        ended = self._draw(drawing, logits[0] if len(logits) == 1 else torch.cat(logits))
+        self._report(pieces, drawing, time.perf_counter() - begin)
+        return ended
+
+    def _forward(self, pieces: list[Piece], completing: list[Piece]) -> Tensor:
+        """[len(completing), V] logits after the last token of every completing piece."""
+        ids = [piece.work.token(p) for piece in pieces for p in range(piece.span.start, piece.span.start + piece.span.length)]
+        num_rows = self._numerics.rows(len(ids), self._threads)
+        context = PagedContext(self._store, [p.span for p in pieces], num_rows)
+        input_ids = torch.tensor(ids + [ids[0]] * (num_rows - len(ids)))
+        hidden = self.policy.hidden(input_ids, context.positions, context)
+        if not completing:
+            return hidden.new_empty(0, 0)
+        ends = dict(zip(map(id, pieces), np.cumsum([p.span.length for p in pieces]) - 1, strict=True))
+        wanted = [int(ends[id(p)]) for p in completing]
+        padding = [wanted[0]] * (self._numerics.rows(len(wanted), self._threads) - len(wanted))
+        return self.policy.head(hidden[wanted + padding])[: len(wanted)]
+
+    def _draw(self, sequences: list[Sequence], logits: Tensor) -> list[Completion]:
+        by_sampling: dict[Any, list[int]] = defaultdict(list)
+        for i, sequence in enumerate(sequences):
+            by_sampling[sequence.request.sampling].append(i)
+        ended = []
+        for sampling, places in by_sampling.items():
+            chosen = [sequences[i] for i in places]
+            logprobs = sampled_logprobs(logits if len(places) == len(sequences) else logits[places], sampling)
+            numbers = uniforms([s.key for s in chosen], [len(s.tokens) for s in chosen])
+            tokens = draw(logprobs, numbers)
+            values = logprobs.gather(1, tokens[:, None])[:, 0]
+            for sequence, token, value in zip(chosen, tokens.tolist(), values.tolist(), strict=True):
+                completion = self._append(sequence, token, value)
+                if completion is not None:
+                    self.scheduler.finish(sequence)
+                    ended.append(completion)
+        return ended
+
+    def _append(self, sequence: Sequence, token: int, logprob: float) -> Completion | None:
+        """Add a drawn token; the completion if it is the last one."""
+        if not logprob <= 0.0:  # NaN compares false
+            return _completion(sequence, Finish.FAILED, f"the model gave no finite log-probability ({logprob})")
+        sequence.tokens.append(token)
+        sequence.logprobs.append(logprob)
+        sequence.versions.append(self.version)
+        sampling = sequence.request.sampling
+        if token in sampling.stop_token_ids or (sampling.stop and self._has_stop_string(sequence)):
+            return _completion(sequence, Finish.STOP)
+        return _completion(sequence, Finish.LENGTH) if len(sequence.tokens) >= sampling.max_tokens else None
+
+    def _has_stop_string(self, sequence: Sequence) -> bool:
+        stops = sequence.request.sampling.stop
+        # A token is at least a byte of text, or no text at all (special tokens): a generous tail is enough.
+        tail = sequence.tokens[-(4 * max(map(len, stops)) + 16) :]
+        text = self._decode(tail)
+        return any(stop in text for stop in stops)
+
+    def _report(self, pieces: list[Piece], drawing: list[Sequence], seconds: float) -> None:
+        prefill = sum(p.span.length for p in pieces if p.span.length > 1 or isinstance(p.work, PromptState))
+        if prefill:
+            self._emit("prefill", seconds=seconds, tokens=prefill, sampled=len(drawing), version=self.version)
+        else:
+            self._emit(
+                "decode_step",
+                seconds=seconds,
+                batch=len(pieces),
+                context_sum=sum(p.span.start + 1 for p in pieces),
+                ms=seconds * 1e3,
+                sampled=len(drawing),
+                version=self.version,
+            )
+
+    def interrupt(self) -> None:
+        """Forget all keys and values; running sequences are computed again from their tokens and go on."""
+        self.scheduler.preempt_all()
+
+    def load(self, weights: Weights) -> Mapping[str, str]:
+        """Compute under these weights from now on. Nothing computed under older ones is used again."""
+        self.interrupt()
+        load_weights(self.policy.model, weights.tensors)
+        self.scheduler.version = weights.record.version
+        return digests(named_weights(self.policy.model))
+
+
+def _completion(sequence: Sequence, finish: Finish, reason: str = "") -> Completion:
+    return _ended(
+        sequence.request, sequence.sample, finish, reason, sequence.tokens, sequence.logprobs, sequence.versions
+    )
+
+
+def _ended(
+    request: Request,
+    sample: int,
+    finish: Finish,
+    reason: str = "",
+    tokens: Iterable[int] = (),
+    logprobs: Iterable[float] = (),
+    versions: Iterable[int] = (),
+) -> Completion:
+    return Completion(
+        request=request.id,
+        sample=sample,
+        token_ids=np.array(tokens, dtype=np.int32),
+        logprobs=np.array(logprobs, dtype=np.float32),
+        versions=np.array(versions, dtype=np.int32),
+        finish=finish,
+        reason=reason,
+    )

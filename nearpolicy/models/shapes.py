@@ -1,0 +1,49 @@
+"""Sizes a model really uses, seen rather than derived from a config: every family spells its config differently."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nearpolicy.models.attention import PAGE, Rule
+from nearpolicy.models.policy import PolicyModel
+from nearpolicy.models.rows import Node, RowContext
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Widths of what one attention layer keeps per position."""
+
+    kv_heads: int
+    key_size: int
+    value_size: int
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page in float32, the column of ones included."""
+        return 4 * PAGE * self.kv_heads * (self.key_size + self.value_size + 1)
+
+
+class _Watching(RowContext):
+    def __init__(self) -> None:
+        super().__init__([Node(0, 4)], 4)
+        self.seen: dict[int, AttentionShape] = {}
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
+        self.seen[layer] = AttentionShape(k.shape[1], k.shape[2], v.shape[2])
+        return super().attend(layer, q, k, v, rule)
+
+
+@torch.no_grad()
+def attention_shapes(policy: PolicyModel) -> dict[int, AttentionShape]:
+    """Layer index -> widths, from one forward pass over four tokens."""
+    context = _Watching()
+    policy.hidden(torch.zeros(4, dtype=torch.long), context.positions, context)
+    return context.seen
+
+
+def linear_shapes(policy: PolicyModel) -> set[tuple[int, int]]:
+    """(in, out) of every linear layer, head included."""
+    return {(m.in_features, m.out_features) for m in policy.modules() if isinstance(m, torch.nn.Linear)}

@@ -1,0 +1,76 @@
+"""Weights by canonical Hugging Face name: what a model holds, its digests and fingerprint, and loading without gaps.
+
+Tied tensors have several names and one memory; the first name in state-dict order is canonical, the others are aliases.
+A load is complete or it is an error that names every tensor concerned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from nearpolicy.errors import SyncError
+
+
+def named_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Canonical name -> tensor (parameters and persistent buffers), tied tensors once."""
+    return {names[0]: tensor for names, tensor in _with_aliases(model)}
+
+
+def _with_aliases(model: nn.Module) -> list[tuple[list[str], Tensor]]:
+    groups: dict[tuple[int, tuple[int, ...]], tuple[list[str], Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        key = (tensor.data_ptr(), tuple(tensor.shape)) if tensor.numel() else (id(tensor), ())
+        groups.setdefault(key, ([], tensor.detach()))[0].append(name)
+    return list(groups.values())
+
+
+def digest(tensor: Tensor) -> str:
+    """xxh3-128 of the bytes of a tensor, in hexadecimal."""
+    data = tensor.detach().cpu().contiguous().view(-1)
+    return xxhash.xxh3_128_hexdigest(memoryview(data.view(torch.uint8).numpy()))
+
+
+def digests(weights: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: digest(tensor) for name, tensor in weights.items()}
+
+
+def fingerprint(parts: Mapping[str, str]) -> str:
+    """One digest for a whole set of weights: over names and digests, in name order."""
+    total = xxhash.xxh3_128()
+    for name in sorted(parts):
+        total.update(f"{name}={parts[name]};".encode())
+    return total.hexdigest()
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, incoming: Mapping[str, Tensor]) -> None:
+    """Copy ``incoming`` into the model in place; every tensor of the model must be given, under any of its names."""
+    problems, copies = [], []
+    known: set[str] = set()
+    for names, target in _with_aliases(model):
+        known.update(names)
+        given = [name for name in names if name in incoming]
+        if not given:
+            problems.append(f"{names[0]!r} is not filled by what was sent")
+            continue
+        source = incoming[given[0]]
+        if source.shape != target.shape:
+            problems.append(f"{given[0]!r} is {list(source.shape)} there and {list(target.shape)} here")
+        elif any(not torch.equal(incoming[name], source) for name in given[1:]):
+            problems.append(f"{' and '.join(given)} are one tensor here, but different ones were sent")
+        else:
+            copies.append((target, source))
+    problems += [f"{name!r} was sent, but is unknown here" for name in incoming if name not in known]
+    if problems:
+        raise SyncError("weights do not fit, 0 tensors applied: " + "; ".join(problems))
+    for target, source in copies:
+        target.copy_(source)
+
+
+def differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+    """Names whose digests differ or stand on one side only."""
+    return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
