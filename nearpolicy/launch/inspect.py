@@ -11,9 +11,10 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table
@@ -22,6 +23,18 @@ from rich.text import Text
 from nearpolicy.errors import UserError
 from nearpolicy.records import Outcome, Segment, Verdict
 from nearpolicy.store.reader import RunReader, StoredRollout
+
+
+def command(
+    run: Annotated[Path, typer.Argument(help="The run folder.")],
+    step: Annotated[int | None, typer.Option(help="Only rollouts that this step used up.")] = None,
+    group: Annotated[int | None, typer.Option(help="Only this group, by admission index.")] = None,
+    sample: Annotated[int | None, typer.Option(help="Only this place in each group.")] = None,
+    limit: Annotated[int, typer.Option(help="Rollouts shown, at most.", min=1)] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON lines instead of tables.")] = False,
+) -> None:
+    """Show rollouts of a run: text, rewards, versions, mask, advantages, fate."""
+    inspect_run(run, step=step, group=group, sample=sample, limit=limit, as_json=as_json)
 
 
 def inspect_run(
@@ -133,23 +146,28 @@ def _remarks(verdict: Verdict) -> str:
 
 
 def _segment_table(item: StoredRollout) -> Table:
-    names = ("segment", "context", "tokens", "finish", "versions", "mask", "trained", "advantage", "log-prob mean")
-    table = Table(*names, box=None, header_style="dim", pad_edge=False)
+    table = Table.grid(padding=(0, 2))
     for place, segment in enumerate(item.rollout.segments):
-        row = item.rows.get(place)
-        table.add_row(
-            *(str(place), str(len(segment.context_ids)), str(len(segment.token_ids)), segment.finish.value),
-            runs(segment.versions[segment.mask].tolist()),
-            runs(segment.mask.astype(int).tolist()),
-            "" if row is None else runs(row.trained.astype(int).tolist()),
-            "" if row is None else _spread(row.advantages[row.trained]),
-            _mean_logprob(segment),
-        )
+        size = f"{len(segment.context_ids)} read, {len(segment.token_ids)} tokens, {segment.finish.value}"
+        lines = {
+            f"segment {place}": size,
+            "versions": runs(segment.versions[segment.mask].tolist()),
+            "mask": runs(segment.mask.astype(int).tolist()),
+            "log-prob": _mean_logprob(segment),
+        }
+        if place in item.rows:
+            row = item.rows[place]
+            lines |= {
+                "trained": runs(row.trained.astype(int).tolist()),
+                "advantage": _spread(row.advantages[row.trained]),
+            }
+        for name, value in lines.items():
+            table.add_row(Text(name, style="dim"), Text(value))
     return table
 
 
 def _mean_logprob(segment: Segment) -> str:
-    return f"{segment.behavior_logprobs[segment.mask].mean():.3f}" if segment.mask.any() else ""
+    return f"{segment.behavior_logprobs[segment.mask].mean():.3f} on average" if segment.mask.any() else ""
 
 
 def _spread(values: np.ndarray) -> str:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from nearpolicy.errors import RunFolderError
 from nearpolicy.evaluate.metrics import HeldOutScore, held_out_scores
 from nearpolicy.store.reader import RunReader
 from nearpolicy.telemetry.report import HeldOutPoint, render_report
+
+
+def command(run: Annotated[Path, typer.Argument(help="The run folder.")]) -> None:
+    """Write the run's report: one HTML file with everything inside."""
+    print(write_report(run))
 
 
 def write_report(run_dir: Path) -> Path:

@@ -370,8 +370,8 @@ class SqliteStore:
     def _put_evaluation(self, samples: Iterable[EvaluatedSample]) -> None:
         for s in samples:
             self._run(
-                "INSERT OR REPLACE INTO evaluations (lineage, version, task, mode, temperature, row, sample, prompt, text, "
-                "correct, value, tokens, finish) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT OR REPLACE INTO evaluations (lineage, version, task, mode, temperature, row, sample, prompt, "
+                "text, correct, value, tokens, finish) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 *(s.lineage, s.version, s.task, s.mode, float(s.temperature), s.row, s.sample),
                 *(encode_text(s.prompt), encode_text(s.text)),
                 *(None if s.correct is None else int(s.correct), s.value, s.num_tokens, s.finish),
