@@ -1,0 +1,1 @@
+"""The learner: from a batch of rows to an optimizer step, in verbs that other methods reuse."""

@@ -1,0 +1,122 @@
+"""Rows -> trees -> micro-batches, without tensors and without a model.
+
+Rows of one group that continue the same context form a *tree*: the context goes through the model once for all of
+them. Trees are cut to fit the token budget and packed in order, so that the cut depends on the rows and the budget
+alone.
+
+    context c0..c4, completions [a b c] and [d e]:
+    packed      c0 c1 c2 c3 c4 | a  b | d          the last token of a row predicts nothing that is needed
+    predicted                a   b  c   e          from rows c4, a, b and c4 (d), d
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nearpolicy.models.rows import Node
+from nearpolicy.records import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A context and the rows that continue it; ``rows`` are indices into the batch's rows."""
+
+    context_ids: np.ndarray
+    rows: tuple[int, ...]
+    num_tokens: int
+
+
+def build_trees(rows: Sequence[Row], wanted: Iterable[int], budget: int) -> Iterator[Tree]:
+    """Trees over the ``wanted`` row indices, in order; a tree beyond the budget is cut between rows.
+
+    A single row longer than the budget becomes a tree of its own: nothing is dropped for its length.
+    """
+    members: list[int] = []
+    tokens = 0
+    for i in wanted:
+        row = rows[i]
+        fed = max(0, len(row.segment.token_ids) - 1)
+        same = bool(members) and row.group == rows[members[0]].group and _same_context(row, rows[members[0]])
+        if members and (not same or tokens + fed > budget):
+            yield Tree(rows[members[0]].segment.context_ids, tuple(members), tokens)
+            members = []
+        if not members:
+            tokens = len(row.segment.context_ids)
+        members.append(i)
+        tokens += fed
+    if members:
+        yield Tree(rows[members[0]].segment.context_ids, tuple(members), tokens)
+
+
+def _same_context(a: Row, b: Row) -> bool:
+    return np.array_equal(a.segment.context_ids, b.segment.context_ids)
+
+
+def microbatches(trees: Iterable[Tree], budget: int) -> Iterator[list[Tree]]:
+    """Consecutive trees within the token budget; a tree beyond it alone."""
+    current: list[Tree] = []
+    tokens = 0
+    for tree in trees:
+        if current and tokens + tree.num_tokens > budget:
+            yield current
+            current, tokens = [], 0
+        current.append(tree)
+        tokens += tree.num_tokens
+    if current:
+        yield current
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """One forward pass: packed ids and nodes, and per trained token where it is predicted and where it came from."""
+
+    input_ids: np.ndarray
+    """[T]"""
+    nodes: tuple[Node, ...]
+    predicted_from: np.ndarray
+    """[N] packed row whose logits predict the token."""
+    targets: np.ndarray
+    """[N]"""
+    row_index: np.ndarray
+    """[N] index of the batch's row."""
+    position: np.ndarray
+    """[N] position in the row's segment."""
+
+
+def pack(rows: Sequence[Row], trees: Sequence[Tree]) -> Packed:
+    """Lay trees out in one packed row; only trained tokens are predicted."""
+    ids: list[np.ndarray] = []
+    nodes: list[Node] = []
+    predicted_from, targets, row_index, position = [], [], [], []
+    start = 0
+    for tree in trees:
+        context = len(tree.context_ids)
+        if context == 0:
+            raise ValueError(f"row {tree.rows[0]} has an empty context: there is nothing to predict its first token from")
+        ids.append(tree.context_ids)
+        root = len(nodes)
+        nodes.append(Node(start, context))
+        last_of_context = start + context - 1
+        start += context
+        for i in tree.rows:
+            tokens = rows[i].segment.token_ids
+            where = np.flatnonzero(rows[i].trained)
+            predicted_from.append(np.where(where == 0, last_of_context, start + where - 1))
+            targets.append(tokens[where])
+            row_index.append(np.full(len(where), i))
+            position.append(where)
+            if len(tokens) > 1:
+                nodes.append(Node(start, len(tokens) - 1, parent=root))
+                ids.append(tokens[:-1])
+                start += len(tokens) - 1
+    return Packed(
+        input_ids=np.concatenate(ids).astype(np.int64),
+        nodes=tuple(nodes),
+        predicted_from=np.concatenate(predicted_from).astype(np.int64),
+        targets=np.concatenate(targets).astype(np.int64),
+        row_index=np.concatenate(row_index).astype(np.int64),
+        position=np.concatenate(position).astype(np.int64),
+    )

@@ -1,0 +1,258 @@
+"""The learner's verbs, and the one function that makes a step of them.
+
+    step(batch):  annotate -> for each pass and minibatch: forward_backward -> optim_step
+
+The loss of an update is a sum over its trained tokens of share x token loss, with shares known before the cut into
+micro-batches (I4). Gradients add up in place; nothing is divided afterwards.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nearpolicy.learner.config import LearnerConfig
+from nearpolicy.learner.optimizer import MasterAdamW
+from nearpolicy.learner.packing import Packed, build_trees, microbatches, pack
+from nearpolicy.learner.schedule import learning_rate
+from nearpolicy.models.numerics import Numerics
+from nearpolicy.models.policy import PolicyModel
+from nearpolicy.models.rows import RowContext
+from nearpolicy.models.weights import digests, fingerprint, named_weights
+from nearpolicy.objectives.diagnostics import mismatch
+from nearpolicy.objectives.objective import Objective
+from nearpolicy.records import Batch, Row, StepReport, VersionRecord
+from nearpolicy.roles import Weights
+
+
+class TokenObjective(Protocol):
+    """What `forward_backward` needs of an objective."""
+
+    skips_zero_advantage: bool
+
+    def shares(self, trained_tokens: Sequence[int]) -> np.ndarray: ...
+
+    def token_losses(
+        self, logprobs: Tensor, proximal_logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]: ...
+
+
+@dataclass(slots=True)
+class TokenStats:
+    """Sums over trained tokens of one or more updates; a logged mean is a mean over tokens, as its name says."""
+
+    loss: float = 0.0
+    tokens: int = 0
+    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    proximal: list[np.ndarray] = field(default_factory=list)
+    behavior: list[np.ndarray] = field(default_factory=list)
+
+    def means(self) -> dict[str, float]:
+        return {name: total / self.tokens for name, total in self.sums.items()} if self.tokens else {}
+
+
+class PolicyLearner:
+    """Holds the weights that change. One thread calls it."""
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        objective: Objective,
+        config: LearnerConfig,
+        numerics: Numerics,
+        *,
+        temperature: float,
+        total_steps: int,
+        threads: int = 1,
+        on_event: Callable[..., None] | None = None,
+    ) -> None:
+        self.policy = policy
+        self.objective = objective
+        self.config = config
+        self.version = 0
+        self.updates = 0
+        self.optimizer = MasterAdamW(policy, config)
+        self._numerics = numerics
+        self._threads = threads
+        self._temperature = temperature
+        self._total_steps = total_steps
+        self._emit = on_event or (lambda *_, **__: None)
+        if config.activation_checkpointing:
+            policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            policy.model.train()  # checkpointing acts in training mode only; every dropout is 0
+
+    def step(self, batch: Batch) -> StepReport:
+        """Consume one batch: ``num_iterations`` passes of ``minibatches`` updates. An empty batch makes no update."""
+        stats = TokenStats()
+        proximal = self._timed("annotate", self.annotate, batch.rows) if self.config.updates_per_step > 1 else None
+        rate = self.learning_rate
+        norms, skipped = [], 0
+        for _ in range(self.config.num_iterations):
+            for part in _minibatches(batch, self.config.minibatches):
+                done = self._timed("forward_backward", self.forward_backward, part, self.objective, batch.rows, proximal, stats)
+                if not done:
+                    continue
+                norm = self._timed("optim", self.optim_step, rate)
+                norms.append(norm)
+                skipped += not np.isfinite(norm)
+        self.version += 1
+        metrics = self._metrics(batch, stats, norms, rate)
+        metrics["policy/skipped_updates"] = float(skipped)
+        return StepReport(version=self.version, updates=self.updates, metrics=metrics)
+
+    @property
+    def learning_rate(self) -> float:
+        """Rate of the step that comes next."""
+        config = self.config
+        return learning_rate(
+            self.version,
+            peak=config.learning_rate,
+            schedule=config.lr_schedule,
+            warmup_steps=config.warmup_steps,
+            total_steps=self._total_steps,
+        )
+
+    @torch.no_grad()
+    def annotate(self, rows: Sequence[Row]) -> list[np.ndarray]:
+        """Log-probabilities of the policy as it is now, [T] float32 per row; 0 where a token is not trained."""
+        out = [np.zeros(len(row.segment.token_ids), dtype=np.float32) for row in rows]
+        for packed in self._packed(rows, range(len(rows))):
+            logprobs, _ = self._score(packed)
+            for i, position, value in zip(packed.row_index, packed.position, logprobs.tolist(), strict=True):
+                out[i][position] = value
+        return out
+
+    def forward_backward(
+        self,
+        wanted: Sequence[int],
+        objective: TokenObjective,
+        rows: Sequence[Row],
+        proximal: Sequence[np.ndarray] | None,
+        stats: TokenStats,
+    ) -> bool:
+        """Add the gradient of one update over the ``wanted`` rows; False if there was nothing to learn from.
+
+        ``proximal`` [T] per row, or None where this is the first update of a step: then the policy is still the
+        proximal one, and its own log-probabilities (detached) are used.
+        """
+        shares = dict(zip(wanted, objective.shares([int(rows[i].trained.sum()) for i in wanted]), strict=True))
+        useful = [i for i in wanted if rows[i].trained.any()]
+        if objective.skips_zero_advantage:
+            useful = [i for i in useful if rows[i].advantages.any()]
+        for packed in self._packed(rows, useful):
+            logprobs, entropies = self._score(packed)
+            columns = _columns(rows, packed, proximal, shares)
+            behavior = torch.from_numpy(columns["behavior"])
+            base = logprobs.detach() if proximal is None else torch.from_numpy(columns["proximal"])
+            losses, named = objective.token_losses(logprobs, base, behavior, torch.from_numpy(columns["advantages"]))
+            loss = (losses * torch.from_numpy(columns["shares"])).sum()
+            loss.backward()
+            stats.loss += float(loss.detach())
+            stats.tokens += len(packed.targets)
+            for name, values in {"policy/entropy": entropies, **named}.items():
+                stats.sums[name] += float(values.double().sum())
+            stats.proximal.append(base.numpy())
+            stats.behavior.append(columns["behavior"])
+        return bool(useful)
+
+    def optim_step(self, rate: float) -> float:
+        """Clip, update, forget the gradient; returns the norm before clipping. A non-finite gradient is not applied."""
+        norm = self.optimizer.step(rate, self.config.max_grad_norm)
+        self.updates += bool(np.isfinite(norm))
+        return norm
+
+    def weights(self, parent: int | None) -> Weights:
+        """What there is to publish; the tensors are the live ones, so publish before the next step."""
+        tensors = named_weights(self.policy.model)
+        parts = digests(tensors)
+        record = VersionRecord(
+            lineage=0, version=self.version, updates=self.updates, fingerprint=fingerprint(parts), parent=parent
+        )
+        return Weights(record=record, tensors=tensors, digests=parts)
+
+    def state(self) -> dict[str, Any]:
+        """Everything beside the weights that the next step depends on."""
+        return {"version": self.version, "updates": self.updates, "optimizer": self.optimizer.state_dict()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.version, self.updates = state["version"], state["updates"]
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def _packed(self, rows: Sequence[Row], wanted: Sequence[int]) -> Sequence[Packed]:
+        budget = self.config.max_tokens_per_microbatch
+        wanted = [i for i in wanted if rows[i].trained.any()]
+        for trees in microbatches(build_trees(rows, wanted, budget), budget):
+            yield pack(rows, trees)
+
+    def _score(self, packed: Packed) -> tuple[Tensor, Tensor]:
+        """[N] log-probabilities (with gradient) and entropies of the packed targets."""
+        num_rows = self._numerics.rows(len(packed.input_ids), self._threads)
+        num_targets = self._numerics.rows(len(packed.targets), self._threads)
+        device = next(self.policy.parameters()).device
+        context = RowContext(packed.nodes, num_rows, device)
+
+        def padded(array: np.ndarray, length: int) -> Tensor:
+            return torch.from_numpy(np.pad(array, (0, length - len(array)), mode="edge")).to(device)
+
+        logprobs, entropies = self.policy(
+            padded(packed.input_ids, num_rows),
+            context.positions,
+            context,
+            padded(packed.predicted_from, num_targets),
+            padded(packed.targets, num_targets),
+            self._temperature,
+        )
+        return logprobs[: len(packed.targets)], entropies[: len(packed.targets)]
+
+    def _timed(self, phase: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        begin = time.perf_counter()
+        result = call(*arguments)
+        self._emit(phase, seconds=time.perf_counter() - begin, version=self.version)
+        return result
+
+    def _metrics(self, batch: Batch, stats: TokenStats, norms: list[float], rate: float) -> dict[str, float]:
+        metrics = {"policy/loss": stats.loss / max(1, self.config.updates_per_step), **stats.means()}
+        metrics["learner/learning_rate"] = rate
+        metrics["learner/forward_tokens"] = float(stats.tokens)
+        if norms:
+            metrics["policy/grad_norm"] = float(np.mean(norms))
+        if stats.behavior:
+            first_pass = len(stats.behavior) // self.config.num_iterations
+            metrics |= mismatch(np.concatenate(stats.proximal[:first_pass]), np.concatenate(stats.behavior[:first_pass]))
+        return metrics
+
+
+def _minibatches(batch: Batch, count: int) -> list[list[int]]:
+    """Row indices of ``count`` equal parts of the step's places, in order."""
+    by_place = {group.index: place for place, group in enumerate(batch.groups)}
+    per_part = batch.places / count
+    parts: list[list[int]] = [[] for _ in range(count)]
+    for i, row in enumerate(batch.rows):
+        parts[int(by_place[row.group] / per_part)].append(i)
+    return parts
+
+
+def _columns(
+    rows: Sequence[Row], packed: Packed, proximal: Sequence[np.ndarray] | None, shares: Mapping[int, float]
+) -> dict[str, np.ndarray]:
+    """Per-token inputs of the loss, [N] float32 each, in the order of the packed targets."""
+    pairs = list(zip(packed.row_index.tolist(), packed.position.tolist(), strict=True))
+
+    def column(value_of: Callable[[int, int], float]) -> np.ndarray:
+        return np.fromiter((value_of(i, t) for i, t in pairs), dtype=np.float32, count=len(pairs))
+
+    columns = {
+        "behavior": column(lambda i, t: rows[i].segment.behavior_logprobs[t]),
+        "advantages": column(lambda i, t: rows[i].advantages[t]),
+        "shares": column(lambda i, t: shares[i]),
+    }
+    if proximal is not None:
+        columns["proximal"] = column(lambda i, t: proximal[i][t])
+    return columns

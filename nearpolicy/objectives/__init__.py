@@ -1,0 +1,1 @@
+"""Objectives: pure functions of rewards and log-probabilities. No process group, no model, one idea per function."""

@@ -1,0 +1,163 @@
+"""Staleness arithmetic, pure: who holds a slot, who may be consumed, and why the bound cannot be passed.
+
+A *slot* is held from admission until the step that used its group is published, or until the group fails. At most
+``(max_staleness + 1) * prompts_per_step`` are held. Write B for prompts_per_step, eta for max_staleness.
+
+Bound, consumption in admission order, any publication period. Let a group g be admitted when v steps are published and
+s >= v are consumed. The s - v consumed but unpublished steps hold (s - v) B slots, so g finds at most
+(eta + 1) B - (s - v) B - 1 unconsumed groups before it; consuming these B at a time, g is consumed after at most eta
+further steps beyond v: its staleness, steps completed minus its oldest version (at least v), is at most eta.
+
+Bound, consumption when ready. A batch may leave groups behind only if they can still be consumed in time: for every
+version u, groups not younger than u that remain must fit into the (u + eta - s) steps that are left before s' - u
+exceeds eta. Otherwise the learner waits for the older ones, which end within ``rollout_timeout_s``.
+
+No standstill: a free slot is always given out; with none free, (eta + 1) B groups are admitted and unpublished. If
+fewer than B of them are unconsumed, more than eta B are consumed and unpublished, so at least eta + 1 steps are
+unpublished, which ``weight_sync_steps - 1 <= max_staleness`` excludes once a due publication has been made.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from nearpolicy.errors import StalenessError
+
+
+class State(enum.Enum):
+    """Where an admission is."""
+
+    RUNNING = "running"
+    READY = "ready"
+    CONSUMED = "consumed"
+    """Used by a step whose weights are not published yet."""
+
+
+@dataclass(slots=True)
+class Held:
+    """One slot."""
+
+    index: int
+    version: int
+    """No token of the group is older: the version at admission, then the oldest version of its tokens."""
+    state: State = State.RUNNING
+    step: int | None = None
+    """The step that consumed it."""
+
+
+class Ledger:
+    """Slots and the rules over them; knows neither groups nor time."""
+
+    def __init__(self, *, prompts_per_step: int, max_staleness: int, order: str) -> None:
+        self.prompts_per_step = prompts_per_step
+        self.max_staleness = max_staleness
+        self._order = order
+        self._held: dict[int, Held] = {}
+        self.completed_steps = 0
+        self.published = 0
+        """Steps contained in the newest published weights."""
+        self.next_index = 0
+
+    @property
+    def num_slots(self) -> int:
+        return (self.max_staleness + 1) * self.prompts_per_step
+
+    def count(self, state: State) -> int:
+        return sum(held.state is state for held in self._held.values())
+
+    @property
+    def can_admit(self) -> bool:
+        return len(self._held) < self.num_slots
+
+    def admit(self) -> Held:
+        """Take a slot for the next admission index."""
+        if not self.can_admit:
+            raise StalenessError(f"admission {self.next_index} has no slot: {self.num_slots} are held")
+        held = Held(index=self.next_index, version=self.published)
+        self._held[held.index] = held
+        self.next_index += 1
+        return held
+
+    def ready(self, index: int, oldest_version: int) -> None:
+        """The group is filled; ``oldest_version`` is the smallest version among its tokens."""
+        held = self._expect(index, State.RUNNING)
+        if oldest_version < held.version:
+            raise StalenessError(
+                f"group {index} holds a token of version {oldest_version}, but was admitted under {held.version}"
+            )
+        if oldest_version > self.completed_steps:
+            raise StalenessError(
+                f"group {index} claims version {oldest_version}, but only {self.completed_steps} steps are completed"
+            )
+        held.version, held.state = oldest_version, State.READY
+
+    def drop(self, index: int) -> None:
+        """The admission ends without a group; its slot is free."""
+        self._expect(index, State.RUNNING)
+        del self._held[index]
+
+    def batch(self, count: int) -> list[int] | None:
+        """Indices of the next ``count`` groups, or None while the learner has to wait."""
+        waiting = [held for held in self._held.values() if held.state is not State.CONSUMED]
+        ready = [held for held in waiting if held.state is State.READY]
+        if len(ready) < count:
+            return None
+        if self._order == "admission":
+            first = sorted(waiting, key=lambda held: held.index)[:count]
+            if any(held.state is not State.READY for held in first):
+                return None
+            return [held.index for held in first]
+        chosen = sorted(ready, key=lambda held: (held.version, held.index))[:count]
+        indices = {held.index for held in chosen}
+        left = [held.version for held in waiting if held.index not in indices]
+        if not remaining_fit(
+            left, completed=self.completed_steps, max_staleness=self.max_staleness, per_step=self.prompts_per_step
+        ):
+            return None
+        return sorted(indices)
+
+    def consume(self, indices: Iterable[int]) -> None:
+        """The learner begins a step with these groups; the bound is checked once more."""
+        for index in indices:
+            held = self._expect(index, State.READY)
+            staleness = self.completed_steps - held.version
+            if staleness > self.max_staleness:
+                raise StalenessError(
+                    f"group {index} of version {held.version} would be consumed with {self.completed_steps} steps "
+                    f"completed: staleness {staleness} exceeds queue.max_staleness {self.max_staleness}"
+                )
+            held.state, held.step = State.CONSUMED, self.completed_steps
+
+    def complete(self) -> None:
+        """The step that consumed last is done."""
+        self.completed_steps += 1
+
+    def retire(self, version: int) -> None:
+        """Weights with ``version`` steps are published: slots of the steps they contain are free."""
+        if not self.published <= version <= self.completed_steps:
+            raise StalenessError(
+                f"version {version} cannot be published after {self.published} with {self.completed_steps} steps done"
+            )
+        self.published = version
+        for held in [h for h in self._held.values() if h.step is not None and h.step < version]:
+            del self._held[held.index]
+
+    def _expect(self, index: int, state: State) -> Held:
+        held = self._held.get(index)
+        if held is None or held.state is not state:
+            found = "holds no slot" if held is None else f"is {held.state.value}"
+            raise StalenessError(f"group {index} {found}, expected one that is {state.value}")
+        return held
+
+
+def remaining_fit(versions: Iterable[int], *, completed: int, max_staleness: int, per_step: int) -> bool:
+    """Whether groups left behind by the batch of step ``completed`` can all be consumed within the bound.
+
+    Groups of version <= u must fit into the steps completed + 1 .. u + max_staleness.
+    """
+    ordered = sorted(versions)
+    return all(
+        number <= max(0, u + max_staleness - completed) * per_step for number, u in enumerate(ordered, start=1)
+    )

@@ -1,0 +1,121 @@
+"""The queue: asyncio waits around the ledger. Every slot given out comes back exactly once.
+
+    reserve -> Slot       waits for a free slot              woken by retire, and by fill of a failed group
+    fill(slot, group)     never waits                        wakes take
+    take(n) -> groups     waits for a batch                  woken by fill
+    complete, retire      never wait                         wake reserve
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from nearpolicy.errors import StandstillError
+from nearpolicy.records import Admission, Fate, Group
+from nearpolicy.roles import PromptSource, RunStore, Slot
+from nearpolicy.rollout_queue.ledger import Ledger, State
+
+
+class StalenessBoundedQueue:
+    """Implements `RolloutQueue` for one event loop; not for threads."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        prompts: PromptSource,
+        store: RunStore,
+        *,
+        seed: int,
+        num_groups: int | None = None,
+        stall_timeout_s: float = 900.0,
+        on_event: Callable[..., None] | None = None,
+    ) -> None:
+        """``num_groups``: groups the run needs in all; no more are admitted, but for those that fail."""
+        self._ledger = ledger
+        self._prompts = prompts
+        self._store = store
+        self._seed = seed
+        self._num_groups = num_groups
+        self._stall_timeout_s = stall_timeout_s
+        self._emit = on_event or (lambda *_, **__: None)
+        self._groups: dict[int, Group] = {}
+        self._changed = asyncio.Event()
+        self._data_ended = False
+        self.num_failed = 0
+        """Groups that failed since the start of the run."""
+
+    async def reserve(self) -> Slot | None:
+        await self._until(lambda: self._data_ended or (self._ledger.can_admit and self._more_are_needed))
+        prompt = None if self._data_ended else self._prompts.prompt(self._ledger.next_index)
+        if prompt is None:
+            self._data_ended = True
+            self._changed.set()
+            return None
+        held = self._ledger.admit()
+        admission = Admission(index=held.index, prompt=prompt, seed=self._seed, version=held.version)
+        self._store.admitted(admission)
+        self._emit("admit", admission=held.index, version=held.version)
+        return Slot(admission=admission)
+
+    def fill(self, slot: Slot, group: Group) -> None:
+        index = slot.admission.index
+        if group.failure is not None:
+            self._ledger.drop(index)
+            self.num_failed += 1
+            self._store.discarded(group, Fate.FAILED, group.failure)
+        else:
+            self._ledger.ready(index, group.oldest_version)
+            self._groups[index] = group
+            self._store.filled(group)
+            self._emit("ready", admission=index, version=group.oldest_version)
+        self._changed.set()
+
+    async def take(self, count: int) -> Sequence[Group]:
+        try:
+            async with asyncio.timeout(self._stall_timeout_s):
+                await self._until(lambda: self._ledger.batch(count) is not None or self._nothing_follows)
+        except TimeoutError:
+            raise StandstillError(self._who_waits(count)) from None
+        indices = self._ledger.batch(count)
+        if indices is None:
+            indices = sorted(self._groups)
+        self._ledger.consume(indices)
+        self._emit("take", groups=len(indices))
+        return [self._groups.pop(index) for index in indices]
+
+    def complete(self, step: int) -> None:
+        if step != self._ledger.completed_steps:
+            raise ValueError(f"step {step} completed, but {self._ledger.completed_steps} was in progress")
+        self._ledger.complete()
+
+    def retire(self, version: int) -> None:
+        self._ledger.retire(version)
+        self._changed.set()
+
+    @property
+    def num_waiting(self) -> int:
+        """Groups that are ready and not consumed."""
+        return len(self._groups)
+
+    @property
+    def _more_are_needed(self) -> bool:
+        return self._num_groups is None or self._ledger.next_index - self.num_failed < self._num_groups
+
+    @property
+    def _nothing_follows(self) -> bool:
+        return self._data_ended and self._ledger.count(State.RUNNING) == 0
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """No await lies between a false condition and the wait, so no wake-up is lost."""
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _who_waits(self, count: int) -> str:
+        count_of = self._ledger.count
+        return (
+            f"the learner has waited {self._stall_timeout_s:g} s (queue.stall_timeout_s) for a batch of {count} groups: "
+            f"{count_of(State.READY)} are ready, {count_of(State.RUNNING)} are still running, "
+            f"{count_of(State.CONSUMED)} of {self._ledger.num_slots} slots wait for a publication"
+        )
