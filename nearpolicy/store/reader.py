@@ -33,7 +33,7 @@ from nearpolicy.records import (
     VersionRecord,
 )
 from nearpolicy.store.folder import RunFolder
-from nearpolicy.store.payload import decode_arrays, decode_json, decode_segments, decode_text
+from nearpolicy.store.payload import decode_arrays, decode_json, decode_segments, decode_text, encode_text
 from nearpolicy.store.schema import APPLICATION_ID, SCHEMA_VERSION, EvaluatedSample
 
 
@@ -230,7 +230,7 @@ class RunReader:
         query = "SELECT * FROM verdicts WHERE admission = ? AND attempt = ? ORDER BY sample, position"
         found: dict[int, dict[str, Verdict]] = defaultdict(dict)
         for row in self._db.execute(query, (index, attempt)):
-            found[row["sample"]][row["source"]] = Verdict(
+            found[row["sample"]][decode_text(row["source"])] = Verdict(
                 outcome=Outcome(row["outcome"]),
                 value=row["value"],
                 parts=decode_json(row["parts"]),
@@ -296,11 +296,11 @@ class RunReader:
         rows = self._db.execute(
             "SELECT * FROM evaluations WHERE (?1 IS NULL OR task = ?1) AND (?2 IS NULL OR version = ?2) "
             "ORDER BY lineage, version, task, mode, row, sample",
-            (task, version),
+            (None if task is None else encode_text(task), version),
         )
         return [
             EvaluatedSample(
-                task=row["task"],
+                task=decode_text(row["task"]),
                 mode=row["mode"],
                 temperature=row["temperature"],
                 row=row["row"],

@@ -68,7 +68,7 @@ CREATE TABLE verdicts (
     attempt   INTEGER NOT NULL,
     sample    INTEGER NOT NULL,
     position  INTEGER NOT NULL,          -- order of the sources in the group's mapping
-    source    TEXT NOT NULL,
+    source    BLOB NOT NULL,             -- text
     outcome   TEXT NOT NULL,
     value     REAL,
     parts     BLOB NOT NULL,             -- JSON
@@ -153,7 +153,7 @@ CREATE TABLE evaluations (
     ordinal  INTEGER PRIMARY KEY,
     lineage  INTEGER NOT NULL,
     version  INTEGER NOT NULL,
-    task     TEXT NOT NULL,
+    task     BLOB NOT NULL,              -- text
     mode     TEXT NOT NULL,              -- accuracy, pass: the two ways in which one evaluation samples
     temperature REAL NOT NULL,
     row      INTEGER NOT NULL,           -- the held-out question

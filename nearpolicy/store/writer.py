@@ -278,7 +278,7 @@ class SqliteStore:
     def _put_verdict(self, key: tuple[int, int, int, int], source: str, verdict: Verdict) -> None:
         self._run(
             "INSERT INTO verdicts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            *(*key, source, verdict.outcome.value),
+            *(*key, encode_text(source), verdict.outcome.value),
             None if verdict.value is None else float(verdict.value),
             *(encode_json(verdict.parts), encode_text(verdict.reason), float(verdict.seconds)),
             encode_arrays(verdict.arrays) if verdict.arrays else None,
@@ -372,7 +372,7 @@ class SqliteStore:
             self._run(
                 "INSERT OR REPLACE INTO evaluations (lineage, version, task, mode, temperature, row, sample, prompt, "
                 "text, correct, value, tokens, finish) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                *(s.lineage, s.version, s.task, s.mode, float(s.temperature), s.row, s.sample),
+                *(s.lineage, s.version, encode_text(s.task), s.mode, float(s.temperature), s.row, s.sample),
                 *(encode_text(s.prompt), encode_text(s.text)),
                 *(None if s.correct is None else int(s.correct), s.value, s.num_tokens, s.finish),
             )

@@ -314,7 +314,7 @@ def _cards(
     """(name, value, remark) for the head of the page."""
     summary = run.summary() or {}
     cards = [(f"held-out {measure}", *change) for measure, change in _changes(held_out).items()]
-    cards.append(("steps", str(len(run.steps())), f"{len(run.versions())} versions published"))
+    cards.append(("steps", str(len(run.steps())), f"{len(run.versions())} versions"))
     if summary:
         cards.append(("wall time", _duration(summary["wall_s"]), "training"))
         cards.append(("peak memory", f"{summary['peak_memory_mb'] / 1024:.1f} GB", "this process"))

@@ -137,10 +137,10 @@ h2 { margin: 0 0 12px; font-size: 17px; letter-spacing: -.01em; }
 .alarm { margin: 0 0 18px; padding: 13px 18px; border-radius: 12px; background: var(--alarm-paper); color: var(--alarm);
   border: 1px solid var(--alarm); }
 .alarm ul { margin: 4px 0 0; padding-left: 20px; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(132px, 1fr)); gap: 14px; margin-bottom: 14px; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(140px, 1fr)); gap: 14px; margin-bottom: 14px; }
 .card, figure, section { background: var(--panel); border: 1px solid var(--line); border-radius: 14px; }
-.card { padding: 14px 16px; }
-.card p { margin: 0; color: var(--soft); font-size: 13px; }
+.card { padding: 14px; }
+.card p { margin: 0; color: var(--soft); font-size: 12.5px; }
 .card b { display: block; font-size: 23px; line-height: 1.35; letter-spacing: -.02em; white-space: nowrap;
   font-variant-numeric: tabular-nums; }
 .card small { color: var(--soft); font-size: 13px; }

@@ -1,0 +1,376 @@
+"""What the store promises: nothing confirmed is lost, nothing is half there, nobody else writes, I2 holds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from synthetic_run import CONFIG, NASTY, admission, batch, group, make_run, segment, trained
+
+from nearpolicy.errors import NearpolicyError, RunFolderError, StandstillError
+from nearpolicy.records import Event, Fate, Group, Outcome, Prompt, Rollout, StepReport, Verdict, VersionRecord
+from nearpolicy.store.folder import RunFolder, create_run_folder
+from nearpolicy.store.payload import encode_segments
+from nearpolicy.store.reader import RunReader
+from nearpolicy.store.schema import SCHEMA_VERSION
+from nearpolicy.store.writer import SqliteStore
+
+REPORT = StepReport(version=1, updates=2, metrics={})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return create_run_folder("run", parent=tmp_path)
+
+
+@pytest.fixture
+def store(folder: RunFolder):
+    store = SqliteStore.create(folder, config=CONFIG)
+    yield store
+    with contextlib.suppress(NearpolicyError):  # the test made it fail and has looked at it
+        store.close()
+
+
+def read(folder: RunFolder) -> RunReader:
+    return RunReader(folder.path)
+
+
+def assert_same_group(got: Group, sent: Group) -> None:
+    assert got.admission == sent.admission
+    assert (got.rewards, got.verdicts, got.failure) == (sent.rewards, sent.verdicts, sent.failure)
+    assert [r.text for r in got.rollouts] == [r.text for r in sent.rollouts]
+    for a, b in zip(got.rollouts, sent.rollouts, strict=True):
+        assert (a.sample, a.numerics, a.lineage) == (b.sample, b.numerics, b.lineage)
+        assert encode_segments(a.segments) == encode_segments(b.segments)
+
+
+def test_a_group_comes_back_as_it_was_filled(store, folder):
+    sent = group(7, version=3)
+    store.admitted(sent.admission)
+    store.filled(sent)
+    store.flush()
+    assert_same_group(read(folder).group(7), sent)
+
+
+def test_nul_lone_surrogates_and_line_separators_survive_everywhere(store, folder):
+    prompt = Prompt(
+        id=NASTY, task=NASTY, messages=({"role": "user", "content": NASTY},), columns={NASTY: [NASTY, None]}
+    )
+    verdicts = {
+        NASTY: Verdict(outcome=Outcome.SCORED, value=0.1, parts={NASTY: 1.5}, arrays={"process": np.arange(3.0)}),
+        "late": Verdict.failed(NASTY),
+    }
+    rollout = Rollout(sample=0, segments=(segment(3, 0, np.random.default_rng(0)),), text=NASTY)
+    sent = Group(
+        admission=admission(0, prompt=prompt),
+        rollouts=(rollout,),
+        verdicts=(verdicts,),
+        rewards=(0.1,),
+        failure=NASTY,
+    )
+    store.discarded(sent, Fate.FAILED, NASTY)
+    store.flush()
+    run = read(folder)
+    got = run.group(0)
+    assert got.admission == sent.admission and got.failure == NASTY and got.rollouts[0].text == NASTY
+    assert got.verdicts[0]["late"] == verdicts["late"] and list(got.verdicts[0]) == [NASTY, "late"]
+    assert got.verdicts[0][NASTY].parts == {NASTY: 1.5}
+    assert got.verdicts[0][NASTY].arrays["process"].tolist() == [0.0, 1.0, 2.0]
+    assert next(run.rollouts()).reason == NASTY
+
+
+def test_the_batch_of_a_step_comes_back_with_the_same_rows_and_bits(store, folder):
+    groups = [group(index) for index in (2, 0, 1)]  # ready order: not that of the indices
+    sent = batch(5, groups)
+    store.consumed(sent, REPORT, trained(groups))
+    store.flush()
+    run = read(folder)
+    got = run.batch(5)
+    assert [each.index for each in got.groups] == [2, 0, 1]
+    assert [c.place for c in run.consumption(5)] == [0, 1, 2]
+    by_key = {(row.group, row.sample): row for row in sent.rows}
+    assert [(row.group, row.sample) for row in got.rows] == sorted(by_key)
+    for row in got.rows:
+        expected = by_key[row.group, row.sample]
+        assert row.advantages.tobytes() == expected.advantages.tobytes()
+        assert row.trained.tobytes() == expected.trained.tobytes()
+        assert encode_segments([row.segment]) == encode_segments([expected.segment])
+
+
+def test_a_group_that_leaves_its_place_empty_is_consumed_but_not_in_the_batch(store, folder):
+    kept, filtered = group(0), group(1)
+    store.filled(filtered)
+    fates = trained([kept]) | {(1, r.sample): {Fate.FILTERED: r.num_sampled} for r in filtered.rollouts}
+    store.consumed(replace(batch(0, [kept]), places=2), REPORT, fates)
+    store.flush()
+    run = read(folder)
+    assert [(c.admission, c.place) for c in run.consumption()] == [(0, 0), (1, None)]
+    assert [each.index for each in run.batch(0).groups] == [0]
+    assert run.ledger()[Fate.FILTERED] == filtered.num_sampled
+
+
+def test_the_ledger_adds_up_to_all_that_was_sampled(tmp_path):
+    run = RunReader(make_run(tmp_path).path)
+    sampled = sum(each.num_sampled for each in run.groups())
+    assert sum(run.ledger().values()) == sampled > 0
+    assert run.ledger()[Fate.IN_FLIGHT] == run.group(17).num_sampled
+    assert [each.index for each in run.unfinished()] == [17]
+
+
+def test_fates_that_do_not_add_up_are_refused_with_the_sample(store, folder):
+    groups = [group(0)]
+    fates = trained(groups)
+    del fates[0, 2]
+    store.consumed(batch(0, groups), REPORT, fates)
+    with pytest.raises(NearpolicyError, match=r"fates of group 0 do not add up \(sample 2: \d+ sampled, 0 told"):
+        store.flush()
+    assert read(folder).steps() == []  # nothing of the call is there
+
+
+def test_an_admission_ends_once(store):
+    store.discarded(group(0), Fate.EXPIRED, "too old")
+    store.consumed(batch(0, [group(0)]), REPORT, trained([group(0)]))
+    with pytest.raises(NearpolicyError, match=r"admission 0 .* ended as expired and again as consumed"):
+        store.flush()
+
+
+def test_a_retry_keeps_both_attempts_apart(store, folder):
+    first = replace(group(4), failure="worker died")
+    again = replace(group(4), admission=replace(first.admission, attempt=1))
+    store.admitted(first.admission)
+    store.discarded(first, Fate.FAILED, "worker died")
+    store.admitted(again.admission)
+    store.filled(again)
+    store.consumed(batch(0, [again]), REPORT, trained([again]))
+    store.flush()
+    run = read(folder)
+    assert run.group(4).failure is None and run.group(4, attempt=0).failure == "worker died"
+    assert sum(run.ledger().values()) == 2 * again.num_sampled
+
+
+def test_k31_verdicts_follow_the_sample_not_the_place(store, folder):
+    sent = group(0)
+    order = (3, 1, 0, 2)
+    rewards = tuple(sample / 10 for sample in order)
+    shuffled = replace(
+        sent,
+        rollouts=tuple(sent.rollouts[sample] for sample in order),
+        verdicts=tuple({"score": Verdict.scored(sample / 10)} for sample in order),
+        rewards=rewards,
+    )
+    store.filled(shuffled)
+    store.flush()
+    stored = list(read(folder).rollouts(group=0))
+    assert [item.rollout.sample for item in stored] == [0, 1, 2, 3]
+    assert [item.reward for item in stored] == [0.0, 0.1, 0.2, 0.3]
+    assert [item.verdicts["score"].value for item in stored] == [0.0, 0.1, 0.2, 0.3]
+
+
+def test_k31_three_verdicts_for_four_samples_are_an_error(store):
+    store.filled(replace(group(0), verdicts=group(0).verdicts[:3]))
+    with pytest.raises(NearpolicyError, match="shorter"):
+        store.flush()
+
+
+def test_one_name_never_stands_for_two_weights(store, folder):
+    record = VersionRecord(lineage=0, version=1, updates=1, fingerprint="aa", parent=0)
+    store.published(record, 0.1)
+    store.published(record, 0.1)
+    store.flush()
+    assert read(folder).versions() == [record]
+    store.published(replace(record, fingerprint="bb"), 0.1)
+    with pytest.raises(NearpolicyError, match=r"fingerprint aa.*open a new lineage"):
+        store.flush()
+
+
+def test_numpy_counters_are_taken_as_numbers(store, folder):
+    store.event(
+        Event(time=np.float64(1.5), role="generator", kind="finish", sample=np.int64(3), numbers={"n": np.int32(2)})
+    )
+    store.flush()
+    (event,) = read(folder).events()
+    assert (event.time, event.sample, event.numbers) == (1.5, 3, {"n": 2})
+
+
+def test_an_error_in_the_thread_surfaces_on_the_next_call_and_earlier_calls_are_kept(store, folder):
+    store.filled(group(0))
+    store.discarded(group(1), Fate.IN_FLIGHT, "nonsense")
+    store.filled(group(2))
+    with pytest.raises(NearpolicyError, match="in flight"):
+        store.flush()
+    with pytest.raises(NearpolicyError, match="in flight"):
+        store.filled(group(3))
+    with pytest.raises(NearpolicyError, match="in flight"):
+        store.close()
+    assert [each.index for each in read(folder).groups()] == [0]
+
+
+def test_a_closed_store_takes_nothing_more(store):
+    store.close()
+    store.close()
+    with pytest.raises(NearpolicyError, match="is closed"):
+        store.filled(group(0))
+
+
+def test_a_full_queue_pushes_back_and_loses_nothing(folder):
+    with SqliteStore.create(folder, config=CONFIG, max_pending=4) as store:
+        blocker = sqlite3.connect(folder.store, isolation_level=None)
+        blocker.execute("BEGIN IMMEDIATE")  # the writer cannot commit
+        store.event(Event(time=0, role="queue", kind="admit"))
+        _until(lambda: store._calls.qsize() == 0)
+        time.sleep(0.05)  # the writer stops gathering and waits for the database
+
+        done = threading.Event()
+        producer = threading.Thread(target=lambda: (_tell(store, 10), done.set()))
+        producer.start()
+        _until(lambda: store._calls.qsize() == 4)
+        assert not done.wait(0.3) and store._calls.qsize() == 4
+
+        blocker.execute("ROLLBACK")
+        assert done.wait(10)
+        producer.join()
+        store.flush()
+        assert [event.time for event in read(folder).events()] == [0, *range(10)]
+
+
+def test_a_disk_that_hangs_is_named_within_the_bound(folder):
+    store = SqliteStore.create(folder, config=CONFIG, max_pending=2, stall_s=0.3)
+    blocker = sqlite3.connect(folder.store, isolation_level=None)
+    blocker.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StandstillError, match="committed nothing for"):
+        _tell(store, 600)
+    with pytest.raises(StandstillError, match="calls waiting"):
+        store.flush()
+    blocker.execute("ROLLBACK")
+    store.close()
+
+
+def _tell(store: SqliteStore, count: int) -> None:
+    for number in range(count):
+        store.event(Event(time=number, role="queue", kind="admit"))
+
+
+def _until(condition) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+_WRITES_UNTIL_KILLED = """
+import sys, itertools
+from pathlib import Path
+from synthetic_run import *
+store = SqliteStore.create(RunFolder(Path(sys.argv[1])), config=CONFIG)
+for step in itertools.count():
+    groups = [group(2 * step), group(2 * step + 1)]
+    for each in groups:
+        store.admitted(each.admission)
+        store.filled(each)
+    store.consumed(batch(step, groups), StepReport(version=step + 1, updates=step + 1, metrics={}), trained(groups))
+    if step == 20:
+        store.flush()
+        print("flushed", flush=True)
+"""
+
+
+def _start_writer(folder: RunFolder) -> subprocess.Popen:
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+    return subprocess.Popen(
+        [sys.executable, "-c", _WRITES_UNTIL_KILLED, str(folder.path)],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+
+
+def test_kill_9_loses_nothing_that_flush_confirmed_and_leaves_nothing_half_done(folder):
+    writer = _start_writer(folder)
+    try:
+        assert writer.stdout.readline() == b"flushed\n"
+        with pytest.raises(RunFolderError, match="being written by another run"):
+            SqliteStore.open(folder)
+        time.sleep(0.1)  # let it get into the middle of things
+    finally:
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        writer.stdout.close()
+
+    with SqliteStore.open(folder) as store:  # the lock died with its owner
+        run = read(folder)
+        steps = run.steps()
+        assert len(steps) >= 21
+        for step in steps:
+            assert [each.index for each in run.batch(step.step).groups] == [2 * step.step, 2 * step.step + 1]
+        assert_same_group(run.group(41), group(41))
+        assert sum(run.ledger().values()) == sum(each.num_sampled for each in run.groups())
+        next_step = steps[-1].step + 1
+        groups = [group(1000)]
+        store.consumed(batch(next_step, groups), REPORT, trained(groups))
+        store.flush()
+        assert run.steps()[-1].step == next_step
+
+
+def test_a_second_writer_in_the_same_process_is_refused(store, folder):
+    with pytest.raises(RunFolderError, match="being written by another run"):
+        SqliteStore.open(folder)
+    store.close()
+    with pytest.raises(RunFolderError, match="already holds a run"):
+        SqliteStore.create(folder, config=CONFIG)
+    SqliteStore.open(folder).close()
+
+
+def test_a_reader_sees_the_run_grow(store, folder):
+    run = read(folder)
+    assert run.config == CONFIG and run.steps() == [] and run.metrics() == [] and run.summary() is None
+    for step in range(3):
+        groups = [group(step)]
+        store.consumed(batch(step, groups), REPORT, trained(groups))
+        store.flush()
+        assert len(run.steps()) == step + 1
+
+
+def test_closing_leaves_one_file_and_no_log_beside_it(tmp_path):
+    source = make_run(tmp_path, steps=2)
+    assert sorted(path.name for path in source.path.glob("store*")) == ["store.lock", "store.sqlite"]
+    assert len(RunReader(source.path).steps()) == 2
+
+
+def test_a_folder_that_is_no_run_and_a_newer_schema_are_refused_by_name(tmp_path, store, folder):
+    with pytest.raises(RunFolderError, match="is not a folder"):
+        RunReader(tmp_path / "nothing")
+    with pytest.raises(RunFolderError, match=r"holds no store.sqlite"):
+        RunReader(tmp_path)
+    (tmp_path / "store.sqlite").write_bytes(b"plain text, and long enough to look at" * 40)
+    with pytest.raises(RunFolderError, match="cannot be read as the store"):
+        RunReader(tmp_path)
+    (tmp_path / "store.sqlite").unlink()
+    sqlite3.connect(tmp_path / "store.sqlite").execute("CREATE TABLE mine (x)")
+    with pytest.raises(RunFolderError, match="not the store of a run"):
+        RunReader(tmp_path)
+    store.close()
+    sqlite3.connect(folder.store).execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    with pytest.raises(RunFolderError, match=rf"schema {SCHEMA_VERSION + 1}.*Update"):
+        RunReader(folder.path)
+
+
+def test_rollouts_are_found_by_step_group_and_sample(tmp_path):
+    run = RunReader(make_run(tmp_path).path)
+    assert {item.admission.index for item in run.rollouts(step=2)} == {8, 9, 10, 11}
+    (one,) = run.rollouts(group=9, sample=3)
+    assert (one.step, one.ending, one.rollout.sample) == (2, "consumed", 3)
+    assert one.rows[0].advantages.shape == one.rollout.segments[0].token_ids.shape
+    assert sum(one.fates.values()) == one.rollout.num_sampled
+    (failed,) = run.rollouts(group=16, limit=1)
+    assert (failed.step, failed.ending, failed.reason) == (None, "failed", "the verifier's worker died twice")
+    (waiting,) = run.rollouts(group=17, limit=1)
+    assert waiting.ending is None and set(waiting.fates) == {Fate.IN_FLIGHT}

@@ -1,0 +1,56 @@
+"""`inspect`: what one rollout was, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from synthetic_run import CONFIG, NASTY, group, make_run
+
+from nearpolicy.errors import UserError
+from nearpolicy.launch.inspect import inspect_run, runs, visible
+from nearpolicy.store.folder import create_run_folder
+from nearpolicy.store.writer import SqliteStore
+
+
+def test_people_see_text_rewards_versions_mask_advantage_and_fate(tmp_path, capsys):
+    inspect_run(make_run(tmp_path).path, step=2, limit=1)
+    shown = capsys.readouterr().out
+    for text in ("What is 9 + 27?", "answer", "format", "scored", "versions", "1×", "advantage", "trained", "step 2"):
+        assert text in shown
+
+
+def test_programs_get_the_names_of_exported_rollouts(tmp_path, capsys):
+    inspect_run(make_run(tmp_path).path, group=8, as_json=True)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["sample"] for line in lines] == [0, 1, 2, 3]
+    first = lines[0]
+    names = {"prompt_ids", "completion_ids", "completion_mask", "behavior_logprobs", "versions", "reward", "rewards"}
+    assert names | {"advantage", "finish_reason", "group_id", "task"} <= first.keys()
+    assert len(first["advantage"][0]) == len(first["completion_ids"][0]) == first["fates"]["trained"]
+    assert sum(line["advantage"][0][0] for line in lines) == pytest.approx(0, abs=1e-6)
+
+
+def test_nothing_found_says_what_there_is(tmp_path):
+    with pytest.raises(UserError, match=r"no rollout of step 99; it holds steps 0 to 3 and groups 0 to 17"):
+        inspect_run(make_run(tmp_path).path, step=99)
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_text_that_no_terminal_takes_is_shown_escaped(tmp_path, capsys, as_json):
+    folder = create_run_folder("nasty", parent=tmp_path)
+    with SqliteStore.create(folder, config=CONFIG) as store:
+        plain = group(0, size=1)
+        store.filled(replace(plain, rollouts=(replace(plain.rollouts[0], text=NASTY),)))
+    inspect_run(folder.path, as_json=as_json)
+    shown = capsys.readouterr().out
+    assert "\x1b[31m" not in shown and "\x00" not in shown and "\\ud800" in shown
+    assert not as_json or json.loads(shown)["completion"].encode("utf-16", "surrogatepass") == NASTY.encode(
+        "utf-16", "surrogatepass"
+    )
+
+
+def test_equal_neighbours_are_counted():
+    assert runs([3, 3, 3, 4]) == "3×3 4×1" and runs([]) == ""
+    assert visible("a\tb\n\x1b\u2028é") == "a\tb\n\\x1b\u2028é"

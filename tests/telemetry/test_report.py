@@ -1,0 +1,132 @@
+"""The report: one file, nothing from outside, bad values seen, anything a model may write shown as text."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+from synthetic_run import CONFIG, NASTY, batch, group, make_run, trained
+
+from nearpolicy.launch.report import write_report
+from nearpolicy.records import Event, StepReport
+from nearpolicy.store.folder import create_run_folder
+from nearpolicy.store.reader import RunReader
+from nearpolicy.store.writer import SqliteStore
+from nearpolicy.telemetry.report import _spans, _timeline
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, and the text of scripts apart from that of the page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.text = ""
+        self.inside = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes) -> None:
+        self.tags.append((tag, dict(attributes)))
+        self.inside = tag
+
+    def handle_endtag(self, tag) -> None:
+        self.inside = ""
+
+    def handle_data(self, data) -> None:
+        if self.inside == "script":
+            self.scripts.append(data)
+        elif self.inside != "style":
+            self.text += data
+
+    @property
+    def charts(self) -> dict[str, dict]:
+        (data,) = re.findall(r"const CHARTS = (.*);$", "".join(self.scripts), flags=re.M)
+        return {chart["title"]: chart for chart in json.loads(data).values()}
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory) -> Page:
+    folder = make_run(tmp_path_factory.mktemp("runs"), steps=6, bad_steps=(2, 4))
+    return Page(write_report(folder.path).read_text(encoding="utf-8"))
+
+
+def test_nothing_is_fetched_from_outside(report):
+    assert not [tag for tag, attributes in report.tags if {"src", "href", "srcset", "data"} & attributes.keys()]
+    assert not {"link", "iframe", "img", "object"} & {tag for tag, _ in report.tags}
+    assert sum(script.count("plotly.js v") > 0 for script in report.scripts) == 1
+
+
+def test_the_asked_for_charts_are_there(report):
+    expected = {"Reward", "Held-out accuracy", "Completion length", "Entropy", "Mismatch", "KL from the reference"}
+    expected |= {"Staleness", "Gradient norm", "Learning rate", "Time line"}
+    assert expected <= report.charts.keys()
+    assert [trace["name"] for trace in report.charts["Reward"]["traces"]] == ["all sources", "answer", "format"]
+    (accuracy, pass_at_4) = report.charts["Held-out accuracy"]["traces"]
+    assert accuracy["error_y"]["array"] and pass_at_4["name"] == "pass@4"
+    assert report.charts["Staleness"]["traces"][-1] == {"x": [*range(6)], "y": [1] * 6, "name": "bound"} | {
+        "mode": "lines",
+        "dash": "dot",
+    }
+    lanes = [lane.split()[0] for lane in report.charts["Time line"]["lanes"]]
+    assert lanes == ["sync", "learner", "verifier", "generator"]  # drawn upwards
+
+
+def test_k56_values_that_are_not_finite_are_marked_and_raise_an_alarm(report):
+    assert "policy/grad_norm was not finite at steps 2 (inf), 4 (inf)" in report.text
+    assert report.charts["KL from the reference"]["marks"] == {"2": "KL nan", "4": "KL nan"}
+    assert report.charts["Reward"]["marks"] == {} and None not in report.charts["Reward"]["traces"][0]["y"]
+
+
+def test_tokens_idle_causes_and_answers_are_told(report):
+    for text in ("zero advantage", "in flight", "staleness bound", "no batch", "What is 0 + 3?", "resolved recipe"):
+        assert text in report.text
+
+
+def test_a_metric_that_was_never_finite_still_has_its_chart(tmp_path):
+    folder = make_run(tmp_path, steps=2, bad_steps=(0, 1))
+    charts = Page(write_report(folder.path).read_text()).charts
+    assert charts["Gradient norm"]["marks"] == {"0": "norm inf", "1": "norm inf"}
+
+
+def test_a_running_run_without_anything_yet_has_a_report(tmp_path):
+    folder = create_run_folder("young", parent=tmp_path)
+    with SqliteStore.create(folder, config=CONFIG):
+        assert Page(write_report(folder.path).read_text()).charts == {}
+
+
+def test_what_a_model_writes_is_text_and_never_markup(tmp_path):
+    folder = create_run_folder("nasty", parent=tmp_path)
+    with SqliteStore.create(folder, config={"run": {"name": NASTY}}) as store:
+        for step in range(2):
+            plain = group(step)
+            groups = [replace(plain, rollouts=tuple(replace(rollout, text=NASTY) for rollout in plain.rollouts))]
+            store.consumed(batch(step, groups), StepReport(version=1, updates=1, metrics={}), trained(groups))
+    page = Page(write_report(folder.path).read_text(encoding="utf-8"))
+    assert "\\ud800text" in page.text and "end\u2400of" in page.text and "</script>" in page.text
+    assert [tag for tag, _ in page.tags].count("script") == 2
+
+
+def test_the_time_line_stays_small_and_shares_are_exact():
+    busy = [Event(time=i * 0.01, role="generator", kind="decode", seconds=0.005) for i in range(20_000)]
+    other = [Event(time=0.0, role="learner", kind="idle", seconds=100.0, numbers={"cause": "no_batch"})]
+    other += [Event(time=100.0, role="learner", kind="optim", seconds=100.0, instance=0)]
+    chart = _timeline(_spans(busy + other))
+    assert chart.lanes == ["learner  50%", "generator  50%"]
+    assert sum(len(trace["x"]) for trace in chart.traces) <= 2003
+
+
+def test_instances_of_a_role_get_lanes_of_their_own(tmp_path):
+    events = [Event(time=0.0, role="generator", kind="decode", seconds=1.0, instance=i) for i in (1, 0)]
+    assert _timeline(_spans(events)).lanes == ["generator 1  100%", "generator 0  100%"]
+
+
+def test_the_reader_is_all_a_report_needs(tmp_path):
+    folder = make_run(tmp_path, steps=2)
+    first = write_report(folder.path).read_text()
+    with RunReader(folder.path) as run:
+        assert run.name in first
+    assert write_report(folder.path).read_text() == first
