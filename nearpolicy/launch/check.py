@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from nearpolicy.config import RunConfig
     from nearpolicy.launch.sizes import ModelShape
     from nearpolicy.models.tokenizer import Renderer
+    from nearpolicy.tasks.mixture import Mixture, TaskData
 
 Lines = Iterator[tuple[str, str]]
 
@@ -32,16 +33,19 @@ def command(
 
     config = load_recipe(recipe, overrides or ())
     shape = refuse(config)
-    for title, lines in (
+    mixture = load_data(config) if data else None
+    sections = [
         ("run", _run(config)),
         ("sizes", _sizes(config)),
         ("model", _model(config, shape)),
         ("memory", _memory(config, shape)),
         ("machine", _machine(config)),
-    ):
+    ]
+    if mixture is not None:
+        limit = config.sampling.max_prompt_length
+        sections += [(f"data of task {name}", _data(task, limit)) for name, task in mixture.tasks.items()]
+    for title, lines in sections:
         _print_section(title, lines)
-    if data:
-        check_data(config)
 
 
 def refuse(config: RunConfig) -> ModelShape | None:
@@ -74,36 +78,18 @@ def refuse(config: RunConfig) -> ModelShape | None:
     return shape
 
 
-def check_data(config: RunConfig, renderer: Renderer | None = None) -> None:
-    """Look at every row as the run would; prints what was found, raises `DataError` for all tasks together."""
-    from nearpolicy.errors import DataError, UserError
-    from nearpolicy.tasks.mixture import load_task
+def load_data(config: RunConfig) -> Mixture:
+    """Every row of every task as the run would see it; `DataError` speaks for all tasks together."""
+    from nearpolicy.tasks.mixture import load_mixture
     from nearpolicy.verifier.functions import required_columns
 
-    renderer = renderer or _renderer(config)
-    problems = []
-    for task in config.tasks:
-        try:
-            loaded = load_task(
-                task,
-                seed=config.run.seed,
-                renderer=renderer,
-                max_prompt_length=config.sampling.max_prompt_length,
-                reward_columns=required_columns,
-            )
-        except UserError as error:
-            problems.append(str(error))
-            continue
-        left_out = {**loaded.skipped, "same question as an earlier row": loaded.repeated}
-        reasons = [f"{count} left out: {why}" for why, count in left_out.items() if count]
-        lines = [
-            ("rows", ", ".join([str(loaded.rows), *reasons])),
-            ("training, held out", f"{len(loaded.training)}, {len(loaded.held_out)}"),
-            ("prompt length", f"{loaded.lengths} (limit {config.sampling.max_prompt_length})"),
-        ]
-        _print_section(f"data of task {task.name}", lines)
-    if problems:
-        raise DataError("\n".join(problems))
+    return load_mixture(
+        config.tasks,
+        seed=config.run.seed,
+        renderer=_renderer(config),
+        max_prompt_length=config.sampling.max_prompt_length,
+        reward_columns=required_columns,
+    )
 
 
 def _renderer(config: RunConfig) -> Renderer:
@@ -206,6 +192,14 @@ def _machine(config: RunConfig) -> Lines:
     yield "threads", f"engine {engine}, learner {learner}"
     yield "python", platform.python_version()
     yield "packages", ", ".join(f"{name} {version}" for name, version in versions().items())
+
+
+def _data(task: TaskData, limit: int) -> Lines:
+    left_out = {**task.skipped, "same question as an earlier row": task.repeated}
+    reasons = [f"{count} left out: {why}" for why, count in left_out.items() if count]
+    yield "rows", ", ".join([str(task.rows), *reasons])
+    yield "training, held out", f"{len(task.training)}, {len(task.held_out)}"
+    yield "prompt length", f"{task.lengths} (limit {limit})"
 
 
 def _print_section(title: str, lines: Iterable[tuple[str, str]]) -> None:

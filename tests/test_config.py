@@ -1,0 +1,254 @@
+"""Recipes: every key is used or refused (K49), contradictions are named, what was resolved reads back (K51)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nearpolicy.config import RunConfig, config_from_dict, dump_resolved, load_recipe
+from nearpolicy.errors import ConfigError
+from nearpolicy.recipe_keys import ABSENT, ALIASES, FOREIGN, keys_of
+
+BASE = """\
+run: {steps: 10}
+model: {path: random:llama}
+tasks:
+  - name: sums
+    source: {kind: reasoning_gym, dataset: chain_sum}
+    rewards: [{kind: number}]
+    held_out: 5
+"""
+
+
+@pytest.fixture
+def load(tmp_path: Path):
+    """Load a recipe made of BASE, further YAML, and overrides."""
+
+    def load_text(more: str = "", *overrides: str, base: str = BASE) -> RunConfig:
+        file = tmp_path / "demo.yaml"
+        file.write_text(base + more, encoding="utf-8")
+        return load_recipe(file, overrides)
+
+    return load_text
+
+
+def refusal(load, *arguments: str, **more: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load(*arguments, **more)
+    return str(error.value)
+
+
+def test_misspelt_key_names_file_line_section_and_nearest_key(load):
+    message = refusal(load, "learner:\n  learning_rat: 1e-5\n")
+    assert "demo.yaml line 9" in message
+    assert "`learner.learning_rat` is not a key; did you mean `learner.learning_rate`?" in message
+
+
+def test_valid_key_in_the_wrong_section_names_the_right_one(load):
+    assert "it belongs to `learner.minibatches`" in refusal(load, "queue: {minibatches: 2}\n")
+    assert "it belongs to `sampling.num_generations`" in refusal(load, "queue: {group_size: 2}\n")
+
+
+def test_key_without_section_is_led_home(load):
+    assert "it belongs to `queue.max_staleness`" in refusal(load, "max_staleness: 2\n")
+
+
+def test_unknown_key_on_the_command_line_names_the_override(load):
+    message = refusal(load, "", "queue.max_stalness=2")
+    assert message.startswith("override queue.max_stalness=2: ")
+    assert "did you mean `queue.max_staleness`?" in message
+
+
+@pytest.mark.parametrize(
+    ("written", "named"),
+    [
+        ("objective: {epsilon_high: 0.3}\n", "`epsilon_high` is called `objective.clip_high` here"),
+        ("learner: {lr: 1e-5}\n", "`lr` is called `learner.learning_rate` here"),
+        ("rollout: {n: 8}\n", "`rollout.n` is called `sampling.num_generations` here"),
+        ("objective: {beta: 0.1}\n", "this version has no penalty to a reference policy"),
+    ],
+)
+def test_foreign_spelling_gets_its_name_here(load, written, named):
+    assert named in refusal(load, written)
+
+
+def test_every_name_in_the_tables_of_spellings_is_true():
+    known = set(keys_of(RunConfig))
+    assert not [target for target in [*FOREIGN.values(), *ALIASES.values()] if target not in known]
+    last_words = {key.rsplit(".", 1)[-1] for key in known}
+    assert not [word for word in ABSENT if word in last_words], "present after all: take it out of ABSENT"
+    assert not [word for word in FOREIGN if word in known]
+
+
+def test_misspelt_section_is_explained_key_by_key(load):
+    assert "did you mean `learner.minibatches`?" in refusal(load, "lerner: {minibatches: 2}\n")
+
+
+def test_all_problems_come_at_once(load):
+    message = refusal(load, "queue: {max_staleness: -1}\nlearner: {minibatches: '8', lr: 1}\n", "model.dtype=bf16")
+    assert len(message.splitlines()) == 4
+    for part in ("queue.max_staleness is -1", 'learner.minibatches is "8"', "learner.lr", 'model.dtype is "bf16"'):
+        assert part in message
+
+
+def test_entry_of_a_list_is_named_by_its_number(load):
+    message = refusal(load, "", "tasks.0.source.datset=x", "tasks.0.rewards.0.kind=nmber")
+    assert "`tasks.0.source.datset` is not a key; did you mean `tasks.0.source.dataset`?" in message
+    assert 'tasks.0.rewards.0.kind is "nmber"; did you mean number?' in message
+
+
+def test_words_and_truth_values_are_no_numbers(load):
+    assert "sampling.top_k is true" in refusal(load, "sampling: {top_k: true}\n")
+    assert 'learner.learning_rate is "fast"' in refusal(load, "learner: {learning_rate: fast}\n")
+    assert "learner.learning_rate is Infinity" in refusal(load, "learner: {learning_rate: .inf}\n")
+
+
+def test_yaml_is_version_1_2(load):
+    config = load("learner: {learning_rate: 1e-5}\n", "run.name=on")
+    assert config.learner.learning_rate == 1e-5
+    assert config.run.name == "on"
+
+
+def test_duplicate_key_is_refused_with_its_line(load):
+    message = refusal(load, "learner: {minibatches: 2}\nlearner: {minibatches: 4}\n")
+    assert "demo.yaml line 9" in message
+    assert "duplicate key" in message
+
+
+def test_broken_yaml_missing_file_and_a_list_are_messages(load, tmp_path):
+    assert "not valid YAML" in refusal(load, "queue: [1\n")
+    assert "a recipe is a mapping of sections" in refusal(load, base="- run\n")
+    with pytest.raises(ConfigError, match=r"absent\.yaml: cannot be read"):
+        load_recipe(tmp_path / "absent.yaml")
+
+
+def test_empty_recipe_names_what_is_needed(load):
+    message = refusal(load, base="")
+    for key in ("run.steps", "model", "tasks"):
+        assert f"{key} is missing" in message
+
+
+def test_name_given_with_its_alias_is_refused(load):
+    assert "given twice" in refusal(load, "sampling: {num_generations: 4, group_size: 4}\n")
+
+
+def test_aliases_are_accepted_and_resolve_to_the_name(load):
+    config = load("sampling: {group_size: 4, max_new_tokens: 12}\n")
+    assert (config.sampling.num_generations, config.sampling.max_completion_length) == (4, 12)
+    assert "group_size" not in dump_resolved(config)
+
+
+@pytest.mark.parametrize("override", ["steps", "=3", "tasks.3.weight=2", "tasks.x.weight=2", "learner.betas=[0.9"])
+def test_malformed_override_is_a_message_about_the_override(load, override):
+    assert f"override {override}" in refusal(load, "", override)
+
+
+def test_overrides_reach_lists_and_missing_sections(load):
+    config = load("", "tasks.0.weight=2", "objective.clip_high=0.4", "runtime=inline", "evaluation.pass_k=[1, 8]")
+    assert config.tasks[0].weight == 2
+    assert config.objective.clip_high == 0.4
+    assert config.evaluation.pass_samples == 8
+
+
+def test_run_is_named_after_the_recipe_unless_it_has_a_name(load):
+    assert load().run.name == "demo"
+    assert load("", "run.name=other").run.name == "other"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["sync.weight_sync_steps=4"], ["sync.weight_sync_steps=4", "queue.max_staleness=1"]),
+        (["learner.minibatches=3"], ["queue.prompts_per_step=8", "learner.minibatches=3"]),
+        (["sampling.num_generations=1"], ["sampling.num_generations=1", "objective.advantage=grpo"]),
+        (["objective.loss=pg", "learner.num_iterations=2"], ["objective.loss=pg", "objective.loss=ppo_clip"]),
+        (["learner.max_tokens_per_microbatch=100"], ["learner.max_tokens_per_microbatch=100", "768"]),
+        (["run.numerics=exact", "model.dtype=bfloat16"], ["run.numerics=exact", "bfloat16"]),
+        (["evaluation.every=5", "tasks.0.held_out=0"], ["evaluation.every=5", "tasks.0.held_out"]),
+        (["warm_start.steps=5", "tasks.0.answer_column=null"], ["warm_start.steps=5", "tasks.0.answer_column"]),
+        (["objective.loss=pg", "objective.clip_high=0.3"], ["objective.clip_high=0.3", "objective.loss=pg"]),
+        (["objective.correction=none", "objective.correction_cap=3"], ["objective.correction_cap=3.0"]),
+        (["model.path=some/model", "model.seed=3"], ["model.seed", "some/model"]),
+        (["evaluation.pass_k=[8]", "evaluation.pass_samples=4"], ["evaluation.pass_samples is 4", "pass@8"]),
+        (["evaluation.num_samples=4"], ["evaluation.num_samples is 4", "temperature"]),
+    ],
+)
+def test_contradiction_names_both_settings(load, overrides, parts):
+    message = refusal(load, "", *overrides)
+    for part in parts:
+        assert part in message
+
+
+def test_settings_for_a_switched_off_loss_are_empty_not_ignored(load):
+    config = load("", "objective.loss=pg", "objective.correction=none")
+    assert config.objective.clip_low is config.objective.clip_high is config.objective.correction_cap is None
+    assert (load().objective.clip_low, load().objective.clip_high, load().objective.correction_cap) == (0.2, 0.28, 2.0)
+
+
+def test_two_tasks_of_one_name_are_refused(load):
+    second = "  - {name: sums, source: {kind: jsonl, path: x}, rewards: [{kind: number}]}\n"
+    assert "2 of them are called `sums`" in refusal(load, second)
+
+
+def test_training_temperature_zero_is_refused_with_the_reason(load):
+    message = refusal(load, "sampling: {temperature: 0}\n")
+    assert "sampling.temperature is 0" in message
+    assert "no group could have an advantage" in message
+
+
+def test_evaluation_temperature_zero_leaves_training_alone(load):
+    config = load("", "evaluation.temperature=0", "sampling.temperature=1")
+    assert (config.evaluation.temperature, config.sampling.temperature) == (0, 1)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "run.seed": st.integers(0, 2**40),
+            "learner.learning_rate": st.floats(1e-9, 1.0),
+            "objective.loss": st.sampled_from(["pg", "ppo_clip"]),
+            "objective.correction": st.sampled_from(["none", "token_truncate"]),
+            "queue.max_staleness": st.integers(0, 8),
+            "evaluation.pass_k": st.lists(st.integers(1, 64), max_size=3),
+            "sampling.stop": st.lists(st.text(min_size=1, max_size=5), max_size=3),
+            "tasks.0.template": st.sampled_from(["{question}", "Q: {question}\nA: {{}} ", "yes: {question} #1"]),
+        },
+    )
+)
+def test_what_was_resolved_reads_back_as_the_same_config(tmp_path_factory, values):
+    folder = tmp_path_factory.mktemp("recipe")
+    (folder / "demo.yaml").write_text(BASE, encoding="utf-8")
+    config = load_recipe(folder / "demo.yaml", [f"{key}={json.dumps(value)}" for key, value in values.items()])
+    (folder / "config.yaml").write_text(dump_resolved(config), encoding="utf-8")
+    assert load_recipe(folder / "config.yaml") == config
+
+
+def test_python_settings_get_the_same_messages():
+    with pytest.raises(ConfigError, match=r"Trainer: `learner\.lr` is not a key; `lr` is called"):
+        config_from_dict(
+            {
+                "run": {"steps": 1},
+                "model": {"path": "random:llama"},
+                "tasks": [{"name": "a", "source": {"kind": "jsonl", "path": "x"}, "rewards": [{"kind": "number"}]}],
+                "learner": {"lr": 1},
+            },
+            where="Trainer",
+        )
+
+
+def test_config_loads_neither_torch_nor_transformers_and_the_package_nothing_heavy():
+    program = (
+        "import sys; import nearpolicy; light = set(sys.modules); import nearpolicy.config; "
+        "print([m for m in ('torch', 'numpy', 'pydantic') if m in light], "
+        "[m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[] []"
