@@ -191,3 +191,7 @@ class EvaluatedSample:
     version: int = 0
     """Weights it was sampled under."""
     lineage: int = 0
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("accuracy", "pass"):
+            raise ValueError(f"an evaluation samples for accuracy or pass, not for {self.mode!r}")

@@ -45,7 +45,12 @@ class _Curves:
     metrics: Mapping[str, str]
     """Regular expression over metric names -> legend; ``\\1`` is its first group."""
     note: str = ""
+    note_if_zero: str = ""
+    """Takes the note's place when every value is exactly 0 and that is worth a word."""
+    bounded: bool = False
+    """Draw `queue.max_staleness` as a line."""
     share: bool = False
+    """The values lie between 0 and 1."""
 
 
 _CHARTS = (
@@ -62,10 +67,13 @@ _CHARTS = (
             r"mismatch/logprob_diff_max": "max",
         },
         "generator against learner, absolute difference of log-probabilities",
+        note_if_zero="0 on every token of every step: generator and learner agree bit for bit",
     ),
     _Curves("KL from the reference", {r"policy/kl_reference": "KL"}, "nats per trained token"),
     _Curves("KL of behaviour and proximal policy", {r"mismatch/kl": "KL"}, "nats per trained token"),
-    _Curves("Staleness", {r"staleness/mean": "mean", r"staleness/max": "largest"}, "steps, when consumed"),
+    _Curves(
+        "Staleness", {r"staleness/mean": "mean", r"staleness/max": "largest"}, "steps, when consumed", bounded=True
+    ),
     _Curves("Gradient norm", {r"policy/grad_norm": "norm"}, "before clipping"),
     _Curves("Learning rate", {r"learner/learning_rate": "learning rate"}),
     _Curves("Loss", {r"policy/loss": "loss"}),
@@ -141,11 +149,9 @@ def _curves_chart(curves: _Curves, metrics: Sequence[Mapping[str, Any]], config:
         mode = "lines+markers" if len(steps) <= 40 else "lines"
         traces.append({"x": steps, "y": of_name, "name": legend, "mode": mode, "palette": place})
         marks |= {line["step"]: f"{legend} {line['not_finite'][name]}" for line in known if line[name] is None}
-    note = curves.note
-    if curves.title == "Mismatch" and values and not any(values):
-        note = "0 on every token of every step: generator and learner agree bit for bit"
-    bound = _bound(config) if curves.title == "Staleness" else None
-    if bound is not None and traces:
+    note = curves.note_if_zero if curves.note_if_zero and values and not any(values) else curves.note
+    bound = _bound(config) if curves.bounded else None
+    if bound is not None:
         steps = traces[0]["x"]
         traces.append({"x": steps, "y": [bound] * len(steps), "name": "bound", "mode": "lines", "dash": "dot"})
     return Chart(title=curves.title, note=note, traces=traces, marks=marks, share=curves.share)

@@ -363,6 +363,12 @@ def test_a_folder_that_is_no_run_and_a_newer_schema_are_refused_by_name(tmp_path
         RunReader(folder.path)
 
 
+def test_reading_and_writing_a_run_loads_no_torch():
+    modules = "store.writer, nearpolicy.store.reader, nearpolicy.telemetry.report, nearpolicy.launch.inspect"
+    code = f"import sys, nearpolicy.{modules}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
 def test_rollouts_are_found_by_step_group_and_sample(tmp_path):
     run = RunReader(make_run(tmp_path).path)
     assert {item.admission.index for item in run.rollouts(step=2)} == {8, 9, 10, 11}
