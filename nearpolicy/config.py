@@ -33,7 +33,7 @@ from nearpolicy.verifier.config import VerifierConfig
 class RunSection(ConfigModel):
     """Section `run`: what the run is called, where it lives, how long it goes on."""
 
-    name: str = Field("run", min_length=1)
+    name: str = Field("run", pattern=r"^[^/\\\x00]+$")
     """Names the run; unless set, the file name of the recipe."""
     dir: str | None = None
     """The run folder. Left out: `runs/NAME-NUMBER`, with the first free number."""
@@ -176,7 +176,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: a recipe is a mapping of sections (run:, model:, ...), found {_shown(data)}")
     origins = _Origins(str(path), data)
-    data = _plain(data)
+    data = {key: value for key, value in _plain(data).items() if value is not None or key not in RunConfig.model_fields}
     for override in overrides:
         _apply_override(data, override, origins)
     run = data.setdefault("run", {})
@@ -213,17 +213,15 @@ class _Origins:
         items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
         for key, value in items:
             here = (*path, key)
-            if position is not None:
-                place = position.key(key) if isinstance(node, dict) else position.item(key)
-                self._lines[here] = place[0] + 1
+            if position is not None and key in (position.data or {}):  # a merged key (<<) has no place of its own
+                self._lines[here] = position.data[key][0] + 1
             self._collect(value, here)
 
     def overridden(self, path: tuple[Any, ...], text: str) -> None:
         self._overrides.append((path, text))
 
     def place(self, path: tuple[Any, ...]) -> str:
-        """``demo.yaml line 7`` or ``override learner.lr=1``, for the value at ``path`` or the nearest thing around
-        it."""
+        """``demo.yaml line 7`` or ``override learner.lr=1``: the value at ``path``, or what it stands in."""
         for overridden, text in reversed(self._overrides):
             if path[: len(overridden)] == overridden:
                 return f"override {text}"
@@ -305,6 +303,16 @@ def _validated(data: dict[str, Any], origins: _Origins) -> RunConfig:
     raise ConfigError("\n".join(dict.fromkeys(lines)))
 
 
+_WANTED = {
+    "model_type": "should be a mapping of keys",
+    "model_attributes_type": "should be a mapping of keys",
+    "dict_type": "should be a mapping of keys",
+    "list_type": "should be a list",
+    "tuple_type": "should be a list",
+}
+"""Kinds of problems that pydantic words for programmers."""
+
+
 def _messages(problem: Any, data: dict[str, Any], origins: _Origins) -> Iterator[str]:
     """The lines for one problem that pydantic found."""
     path = _path_in_recipe(problem["loc"], data)
@@ -327,7 +335,8 @@ def _messages(problem: Any, data: dict[str, Any], origins: _Origins) -> Iterator
             prefix = f"{name}: " if name.startswith("tasks") else ""
             yield f"{origins.place(path)}: {prefix}{sentence}"
     else:
-        yield f"{origins.place(path)}: {name} is {_shown(found)}; {_lower_first(problem['msg'])}"
+        wanted = _WANTED.get(kind) or _lower_first(problem["msg"])
+        yield f"{origins.place(path)}: {name} is {_shown(found)}; {wanted}"
 
 
 def _path_in_recipe(loc: tuple[Any, ...], data: Any) -> tuple[Any, ...]:

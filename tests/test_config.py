@@ -231,6 +231,37 @@ def test_what_was_resolved_reads_back_as_the_same_config(tmp_path_factory, value
     assert load_recipe(folder / "config.yaml") == config
 
 
+WORDS = sorted({word for key in keys_of(RunConfig) for word in key.split(".")} | {"lr", "rollout", "n", "x", "kind"})
+VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.sampled_from([*WORDS, "number", "jsonl", ""])),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(WORDS), inner, max_size=4)),
+    max_leaves=12,
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.dictionaries(st.sampled_from([*RunConfig.model_fields, *WORDS]), VALUES, max_size=6))
+def test_whatever_a_recipe_holds_the_answer_is_a_config_or_a_message(data):
+    try:
+        config_from_dict(data, where="recipe")
+    except ConfigError as error:
+        assert all(line.startswith("recipe: ") for line in str(error).splitlines())
+
+
+def test_yaml_oddities_are_messages_or_harmless(load):
+    assert load("learner:\n  # all of it commented out\n").learner.minibatches == 1
+    merged = "sampling: &lengths {max_prompt_length: 8}\nqueue: {<<: *lengths, prompts_per_step: 4}\n"
+    assert "it belongs to `sampling.max_prompt_length`" in refusal(load, merged)
+    assert "`1` is not a key" in refusal(load, "1: 2\n")
+    assert "learner is [1]; should be a mapping of keys" in refusal(load, "learner: [1]\n")
+    assert "not valid YAML: found character" in refusal(load, "learner:\n\tminibatches: 1\n")
+
+
+def test_names_that_become_paths_or_metrics_are_plain(load):
+    assert "run.name" in refusal(load, "", "run.name=a/b")
+    assert "tasks.0.name" in refusal(load, "", "tasks.0.name=a/b")
+
+
 def test_python_settings_get_the_same_messages():
     with pytest.raises(ConfigError, match=r"Trainer: `learner\.lr` is not a key; `lr` is called"):
         config_from_dict(

@@ -72,7 +72,7 @@ def _usual_answer_column(data: dict[str, Any]) -> str | None:
 class TaskConfig(ConfigModel):
     """An entry of `tasks`: prompts of one kind, with their rewards."""
 
-    name: str = Field(min_length=1)
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     """Names the task in metrics and reports."""
     weight: PositiveFloat = 1.0
     """Share of the prompts, relative to the other tasks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nearpolicy.errors import DataError
@@ -46,6 +46,7 @@ def test_different_questions_have_different_keys(one, other):
     assert question_key(one) != question_key(other)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(-99, 99), min_size=2, max_size=5), st.randoms())
 def test_order_of_summands_never_matters_and_a_key_is_its_own_key(numbers, random):
     shuffled = random.sample(numbers, len(numbers))
@@ -53,6 +54,7 @@ def test_order_of_summands_never_matters_and_a_key_is_its_own_key(numbers, rando
     assert question_key(one) == question_key(other) == question_key(question_key(one))
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=12, max_size=80),
     st.integers(0, 5),

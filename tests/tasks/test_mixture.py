@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nearpolicy.records import Prompt
@@ -49,6 +49,7 @@ def test_epochs_differ_in_order_and_seeds_too():
     assert ids(mixture, 0, 50) != ids(Mixture([task("a", 50)], seed=1), 0, 50)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 300), max_size=30), st.integers(0, 2**40))
 def test_prompt_is_a_function_of_seed_and_index_alone(indices, seed):
     tasks = [task("a", 7), task("b", 5, weight=2.5), task("c", 1, weight=0.3)]
