@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from nearpolicy.records import Batch, Fate, Group, Row, StepReport, VersionRecord
-from nearpolicy.roles import Environment, Learner, RolloutQueue, RunStore, Slot, Telemetry, WeightSync
+from nearpolicy.records import Batch, Group, Row, StepReport
+from nearpolicy.roles import Environment, Learner, RolloutQueue, RunStore, Telemetry, WeightSync
+from nearpolicy.telemetry.batch import batch_metrics, token_fates
 
 Assemble = Callable[[Sequence[Group]], tuple[Row, ...]]
 """Groups of a step -> rows with reward-only advantages."""
@@ -55,10 +54,8 @@ class Pipeline:
 
     async def _produce(self) -> None:
         while (slot := await self.queue.reserve()) is not None:  # waits while generation is far enough ahead
-            self.queue.fill(slot, await self._run(slot))
-
-    async def _run(self, slot: Slot) -> Group:
-        return await self.environment.run(slot.admission)  # samples and verifies; failures come back as data
+            group = await self.environment.run(slot.admission)  # samples and verifies; failures come back as data
+            self.queue.fill(slot, group)
 
     async def _learn(self) -> None:
         for step in range(self.first_step, self.num_steps):
@@ -78,68 +75,8 @@ class Pipeline:
             if await self.after_step(report):
                 return
 
-    async def _publish(self, version: int) -> VersionRecord:
+    async def _publish(self, version: int) -> None:
         begin = time.monotonic()
         record = await self.weights.publish()  # every generator holds and has shown it
         self.queue.retire(version)  # only now are the slots of the steps in these weights free
         self.store.published(record, time.monotonic() - begin)
-        return record
-
-
-def token_fates(batch: Batch) -> dict[tuple[int, int], dict[Fate, int]]:
-    """(admission index, sample) -> fate -> sampled tokens, for every rollout of the batch; the sums are exact (I2)."""
-    fates: dict[tuple[int, int], dict[Fate, int]] = {}
-    for row in batch.rows:
-        counts = fates.setdefault((row.group, row.sample), {})
-        trained = int(row.trained.sum())
-        useful = int((row.trained & (row.advantages != 0)).sum())
-        for fate, count in (
-            (Fate.TRAINED, useful),
-            (Fate.ZERO_ADVANTAGE, trained - useful),
-            (Fate.MASKED, row.segment.num_sampled - trained),
-        ):
-            if count:
-                counts[fate] = counts.get(fate, 0) + count
-    return fates
-
-
-def batch_metrics(batch: Batch) -> dict[str, float]:
-    """Rewards, lengths and staleness of a batch, known before the learner sees it."""
-    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
-    rewards = [reward for group in batch.groups for reward in group.rewards if reward is not None]
-    lengths = [rollout.num_sampled for rollout in rollouts]
-    staleness = [batch.step - group.oldest_version for group in batch.groups]
-    metrics = {
-        "reward/mean": _mean(rewards),
-        "reward/zero_variance_share": _mean([not group.has_signal for group in batch.groups]),
-        "reward/unscored": float(sum(reward is None for group in batch.groups for reward in group.rewards)),
-        "completion/length_mean": _mean(lengths),
-        "completion/truncated_share": _mean([r.finish.value == "length" for r in rollouts]),
-        "staleness/mean": _mean(staleness),
-        "staleness/max": float(max(staleness, default=0)),
-        "batch/groups": float(len(batch.groups)),
-        "batch/tokens": float(sum(lengths)),
-    }
-    for name, values in _by_source(batch).items():
-        metrics[f"reward/{name}/mean"] = _mean(values)
-    for task in sorted({group.admission.prompt.task for group in batch.groups}):
-        own = [r for g in batch.groups if g.admission.prompt.task == task for r in g.rewards if r is not None]
-        metrics[f"task/{task}/reward"] = _mean(own)
-    return metrics
-
-
-def _by_source(batch: Batch) -> Mapping[str, list[float]]:
-    """Values by reward source, and their named parts as ``source/part``."""
-    values: dict[str, list[float]] = {}
-    for group in batch.groups:
-        for verdicts in group.verdicts:
-            for source, verdict in verdicts.items():
-                if verdict.value is not None:
-                    values.setdefault(source, []).append(verdict.value)
-                for part, value in verdict.parts.items():
-                    values.setdefault(f"{source}/{part}", []).append(value)
-    return values
-
-
-def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values)) if len(values) else float("nan")

@@ -19,6 +19,7 @@ from nearpolicy.errors import UserError
 from nearpolicy.machine import prepare_environment
 
 COMMANDS: dict[str, tuple[str, str]] = {
+    "train": ("nearpolicy.launch.train", "Run a recipe to its end; writes a run folder."),
     "check": ("nearpolicy.launch.check", "Explain a recipe and refuse contradictions, without loading a model."),
 }
 """Name -> (module with a function `command`, help line)."""

@@ -168,6 +168,17 @@ class PolicyLearner:
         self.updates += bool(np.isfinite(norm))
         return norm
 
+    def supervised_step(self, rows: Sequence[Row], objective: TokenObjective, rate: float) -> float:
+        """One update of maximum likelihood; does not count as a step. Returns the mean loss over tokens, in nats."""
+        stats = TokenStats()
+        self.forward_backward(range(len(rows)), objective, rows, None, stats)
+        self.optimizer.step(rate, self.config.max_grad_norm)
+        return stats.loss
+
+    def forget_optimizer(self) -> None:
+        """Begin version 0 with fresh moments: those of a warm start belong to another loss."""
+        self.optimizer = MasterAdamW(self.policy, self.config)
+
     def weights(self, parent: int | None) -> Weights:
         """What there is to publish; the tensors are the live ones, so publish before the next step."""
         tensors = named_weights(self.policy.model)

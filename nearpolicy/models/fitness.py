@@ -20,6 +20,8 @@ from nearpolicy.models.rows import Node, RowContext
 
 TOLERANCE = 1e-4
 """Nats. Fit families in float32 reach 5e-6; unfit ones miss by more than 1."""
+LOW_PRECISION_TOLERANCE = 0.5
+"""The same for bfloat16, where rounding alone reaches a tenth."""
 LEAST_SENSITIVITY = 0.5
 """Nats by which another prompt must change a token's distribution for the comparison to mean anything."""
 

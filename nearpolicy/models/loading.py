@@ -20,22 +20,10 @@ from typing import Any
 import torch
 
 from nearpolicy.errors import ModelError
-from nearpolicy.models.attention import register
-from nearpolicy.models.fitness import check_fitness
+from nearpolicy.models.attention import NAME, register
+from nearpolicy.models.config import TINY
+from nearpolicy.models.fitness import LOW_PRECISION_TOLERANCE, TOLERANCE, check_fitness
 from nearpolicy.models.policy import PolicyModel
-
-TINY: Mapping[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 272,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-}
-"""Defaults of ``random:`` models: about 0.1M parameters."""
 
 
 def cache_dir() -> Path:
@@ -142,8 +130,17 @@ def _make_random(family: str, options: dict[str, Any], seed: int, out: Path) -> 
     tokenizer.save_pretrained(out)
 
 
-def load_policy(folder: Path | str, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> PolicyModel:
-    """A model whose attention is ours, with every dropout 0; refused by name if it does not fit."""
+def load_policy(
+    folder: Path | str,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    *,
+    known_to_fit: bool = False,
+) -> PolicyModel:
+    """A model whose attention is ours, with every dropout 0; refused by name if it does not fit.
+
+    ``known_to_fit``: the same folder was checked a moment ago, for another role.
+    """
     from transformers import AutoModelForCausalLM
 
     _quiet()
@@ -155,7 +152,10 @@ def load_policy(folder: Path | str, dtype: torch.dtype = torch.float32, device: 
     model.to(device)
     _disable_dropout(model)
     policy = PolicyModel(model)
-    check_fitness(policy, str(folder), tolerance=1e-4 if dtype == torch.float32 else 0.5)
+    if known_to_fit:
+        model.set_attn_implementation(NAME)
+    else:
+        check_fitness(policy, str(folder), tolerance=TOLERANCE if dtype == torch.float32 else LOW_PRECISION_TOLERANCE)
     return policy
 
 

@@ -67,6 +67,11 @@ class Renderer:
             ids = self.tokenizer(prompt.text)["input_ids"]
         return np.asarray(self._with_one_begin_token(list(ids)), dtype=np.int32)
 
+    def answer_ids(self, answer: str) -> np.ndarray:
+        """[T] int32: a given answer as the model should have sampled it, its end token included."""
+        ids = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        return np.asarray([*ids, *self.stop_token_ids[:1]], dtype=np.int32)
+
     def decode(self, ids: Sequence[int], *, stop: Sequence[str] = ()) -> str:
         """The text of a completion without its stop token, up to the first of the ``stop`` strings.
 

@@ -99,8 +99,8 @@ class ReasoningGymReward(_AnswerReward):
     """Selects this reward."""
     metadata_column: str = "metadata"
     """Column with the entry's metadata (a mapping or JSON text), which names the data set in ``source_dataset``."""
-    settings: dict[str, Any] = Field(default_factory=dict)
-    """Settings the data set was made with; some data sets score by them."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the generator the questions came from; some score by them."""
     answer_tag: str | None = Field(default=None, pattern=r"^\w+$")
     """Score what the last ``<tag>...</tag>`` holds, nothing if there is none (default: the whole completion)."""
 

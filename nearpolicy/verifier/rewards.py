@@ -235,7 +235,7 @@ def _reasoning_gym(reward: ReasoningGymReward, sample: Sample) -> Verdict:
         "answer": _answer(reward.answer_column, sample.columns),
         "metadata": metadata,
     }
-    value = float(_data_set(name, json.dumps(reward.settings)).score_answer(_tagged(reward, sample.text), entry))
+    value = float(_data_set(name, json.dumps(reward.params)).score_answer(_tagged(reward, sample.text), entry))
     if not math.isfinite(value):
         return Verdict.failed(f"the data set {name!r} scored {value}")
     return Verdict.scored(value)
@@ -249,16 +249,16 @@ def _tagged(reward: ReasoningGymReward, text: str) -> str | None:
 
 
 @functools.lru_cache(maxsize=64)
-def _data_set(name: str, settings: str) -> Any:
+def _data_set(name: str, params: str) -> Any:
     import reasoning_gym
 
-    return reasoning_gym.create_dataset(name, **json.loads(settings))
+    return reasoning_gym.create_dataset(name, **json.loads(params))
 
 
 def preload(reward: BuiltIn) -> None:
-    """Import now what the first score would import, so that no time limit pays for it."""
+    """Load now what the first score would load, so that no time limit pays for it."""
     if isinstance(reward, MathVerifyReward):
-        _library()
+        _parse("$1$")  # a parse builds the grammar, which takes longer than most answers
     elif isinstance(reward, ReasoningGymReward):
         import reasoning_gym  # noqa: F401
 

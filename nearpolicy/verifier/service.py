@@ -27,7 +27,11 @@ from nearpolicy.verifier.rewards import BuiltIn, Sample, runs_inline
 from nearpolicy.verifier.workers import WorkerPool
 
 OnEvent = Callable[..., None]
-"""Called as ``on_event(role, kind, **numbers)``."""
+"""Called as ``on_event("verifier", "verify", **numbers)`` when a rollout has been judged, ``seconds`` after it came.
+
+The numbers: ``sample``, ``seconds``, ``queue_s`` (longest wait of one of its sources for a worker), and how many of its
+sources ``scored``, ``abstained`` and ``failed``. `nearpolicy.roles.Telemetry.event` is such a callable.
+"""
 
 
 def _ignore(role: str, kind: str, **numbers: float) -> None:
@@ -84,12 +88,11 @@ class VerifierService:
             raise NearpolicyError("the verifier has not been started: await `start()` before `score`")
         sample = Sample.of(prompt, rollout)
         asked = time.perf_counter()
-        self._on_event("verifier", "verify_start", sample=rollout.sample)
         judged = await asyncio.gather(*(self._judged(source, sample) for source in sources))
         verdicts = {source.name: verdict for source, (verdict, _) in zip(sources, judged, strict=True)}
         self._on_event(
             "verifier",
-            "verify_end",
+            "verify",
             sample=rollout.sample,
             seconds=time.perf_counter() - asked,
             queue_s=max((queue_s for _, queue_s in judged), default=0.0),

@@ -128,7 +128,7 @@ def _executed(descriptor: int) -> subprocess.Popen:
 def _environment() -> dict[str, str]:
     """Ours, with this package importable and one computing thread: a worker has one processor at most."""
     paths = [_PACKAGE_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"OMP_NUM_THREADS": "1"} | dict(os.environ) | {"PYTHONPATH": os.pathsep.join(paths)}
+    return dict(os.environ) | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
 class _Slot:
@@ -191,7 +191,7 @@ class WorkerPool:
         self._timeout_s = timeout_s
         self._retries = retries
         self._slots: list[_Slot] = []
-        self._idle: asyncio.Queue[_Slot | None] = asyncio.Queue()
+        self._idle: asyncio.Queue[_Slot] = asyncio.Queue()
         self._closed = False
 
     async def start(self) -> None:
@@ -206,10 +206,9 @@ class WorkerPool:
             self._idle.put_nowait(slot)
 
     async def close(self) -> None:
-        """Kills all processes and wakes every waiter; running calls end as failed."""
+        """Kills all processes. Calls under way end as failed; their slots wake the waiters, who end alike."""
         if not self._closed:
             self._closed = True
-            self._idle.put_nowait(None)
             await asyncio.gather(*(slot.close() for slot in self._slots))
 
     async def score(self, key: str, sample: Sample, control: Sample | None, started: Callable[[], None]) -> Verdict:
@@ -218,9 +217,6 @@ class WorkerPool:
         control: a sample that must score above 0, if one is known. started: called when the sample has a slot.
         """
         slot = await self._idle.get()
-        if slot is None or self._closed:
-            self._idle.put_nowait(None)  # for the next waiter
-            return Verdict.failed("the verifier was closed before this call")
         try:
             started()
             return await judge(lambda each: self._ask(slot, key, each), sample, control)
@@ -233,14 +229,16 @@ class WorkerPool:
             request = pickle.dumps((key, sample))
         except Exception as error:
             return {"status": "died", "message": f"the row cannot travel to a worker process: {error}"}
-        for attempt in range(self._retries + 1):
+        attempts = 0
+        while True:
             if self._closed:
-                break
+                return {"status": "died", "message": "the verifier was closed before this call ended"}
+            attempts += 1
             try:
                 return await slot.ask(request, self._timeout_s)
             except WorkerDied as error:
-                message = f"{error} ({attempt + 1} attempts)"
-        return {"status": "died", "message": "the verifier was closed under this call" if self._closed else message}
+                if attempts > self._retries and not self._closed:
+                    return {"status": "died", "message": f"{error} ({attempts} attempts)"}
 
 
 async def judge(

@@ -1,0 +1,1 @@
+"""Environments: from an admission to a group."""

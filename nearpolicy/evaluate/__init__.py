@@ -1,0 +1,1 @@
+"""Held-out evaluation: what a score is (`metrics`), and asking the questions (`evaluator`)."""

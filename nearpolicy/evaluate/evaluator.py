@@ -1,0 +1,166 @@
+"""Asking held-out questions under one fixed version of the weights, with sampling settings of their own.
+
+Evaluation uses the run's generator and verifier, under random keys and a ledger of its own: its tokens are recorded as
+evaluations and never have a training fate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from nearpolicy.evaluate.config import EvaluationConfig
+from nearpolicy.evaluate.metrics import HeldOutScore, held_out_scores
+from nearpolicy.records import Finish, Prompt, Rollout, Segment, Verdict
+from nearpolicy.roles import Completion, Generator, Request, Sampling, Verifier
+from nearpolicy.store.schema import EvaluatedSample
+
+CORRECT = 1.0
+"""Smallest value of the first reward source (or of its part ``correct``) that counts as a right answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """A task's held-out questions, and the reward source that decides what is right: its first."""
+
+    task: str
+    prompts: Sequence[Prompt]
+    judge: str
+
+
+class Evaluator:
+    """Answers the held-out questions of all tasks; one call is one evaluation."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        verifier: Verifier,
+        tasks: Sequence[HeldOut],
+        config: EvaluationConfig,
+        *,
+        sampling: Sampling,
+        seed: int,
+        render: Callable[[Prompt], np.ndarray],
+        decode: Callable[[Sequence[int]], str],
+    ) -> None:
+        """``sampling``: the run's; evaluation keeps its stops and replaces temperature, length and truncation."""
+        self._generator = generator
+        self._verifier = verifier
+        self._tasks = tasks
+        self._config = config
+        self._seed = seed
+        self._render = render
+        self._decode = decode
+        plain = replace(sampling, top_p=1.0, top_k=0, min_p=0.0)
+        length = config.max_completion_length or sampling.max_tokens
+        self._greedy = replace(plain, temperature=config.temperature, max_tokens=length)
+        self._sampled = replace(plain, temperature=config.pass_temperature, max_tokens=length)
+
+    async def run(self, version: int, *, with_pass: bool) -> list[EvaluatedSample]:
+        """All samples of one evaluation; ``with_pass`` adds those for pass@k."""
+        modes = [("accuracy", self._greedy, self._config.num_samples)]
+        if with_pass and self._config.pass_k:
+            modes.append(("pass", self._sampled, self._config.pass_samples))
+        asked = [
+            self._ask(task, row, prompt, mode, sampling, n, version)
+            for task in self._tasks
+            for mode, sampling, n in modes
+            for row, prompt in enumerate(task.prompts)
+        ]
+        return [sample for samples in await asyncio.gather(*asked) for sample in samples]
+
+    async def _ask(
+        self, task: HeldOut, row: int, prompt: Prompt, mode: str, sampling: Sampling, n: int, version: int
+    ) -> list[EvaluatedSample]:
+        context = self._render(prompt)
+        request = Request(
+            id=f"evaluation.{version}.{task.task}.{mode}.{row}",
+            token_ids=context,
+            sampling=sampling,
+            n=n,
+            seed=self._seed,
+            admission=row,
+            purpose=f"evaluation.{task.task}.{mode}",
+        )
+        judged = [self._judge(task, prompt, context, c) async for c in self._generator.submit(request)]
+        rollouts = await asyncio.gather(*judged)
+        return [
+            EvaluatedSample(
+                task=task.task,
+                mode=mode,
+                temperature=sampling.temperature,
+                row=row,
+                sample=rollout.sample,
+                prompt=_shown(prompt),
+                text=rollout.text,
+                correct=None if value is None else value >= CORRECT,
+                value=value,
+                num_tokens=rollout.num_sampled,
+                finish=rollout.finish.value,
+                version=version,
+            )
+            for rollout, value in sorted(rollouts, key=lambda pair: pair[0].sample)
+        ]
+
+    async def _judge(
+        self, task: HeldOut, prompt: Prompt, context: np.ndarray, completion: Completion
+    ) -> tuple[Rollout, float | None]:
+        tokens = completion.token_ids
+        segment = Segment(
+            context_ids=context,
+            token_ids=tokens,
+            mask=np.ones(len(tokens), dtype=bool),
+            behavior_logprobs=completion.logprobs,
+            versions=completion.versions,
+            finish=completion.finish,
+        )
+        rollout = Rollout(sample=completion.sample, segments=(segment,), text=self._decode(tokens))
+        if completion.finish in (Finish.FAILED, Finish.ABORTED):
+            return rollout, None
+        verdicts = await self._verifier.score(prompt, rollout)
+        return rollout, correctness(verdicts[task.judge])
+
+
+def correctness(verdict: Verdict) -> float | None:
+    """The number a verdict says about being right: its part ``correct`` where it has one, else its value."""
+    return verdict.value if verdict.value is None else verdict.parts.get("correct", verdict.value)
+
+
+def score_metrics(scores: Sequence[HeldOutScore], pass_k: Sequence[int]) -> dict[str, float]:
+    """Evaluation metrics under their canonical names."""
+    metrics: dict[str, float] = {}
+    for score in scores:
+        if score.mode == "accuracy" and score.accuracy is not None:
+            metrics[f"evaluation/{score.task}/accuracy"] = score.accuracy
+        for k in pass_k if score.mode == "pass" else ():
+            value = score.pass_at(k)
+            if value is not None:
+                metrics[f"evaluation/{score.task}/pass@{k}"] = value
+    return metrics
+
+
+def summary_of(samples: Sequence[EvaluatedSample], pass_k: Sequence[int]) -> Mapping[str, object]:
+    """What ``summary.json`` says of one evaluation, over all tasks together."""
+    scores = held_out_scores(samples)
+    right = [score for score in scores if score.mode == "accuracy"]
+    correct, count = sum(s.correct for s in right), sum(s.count for s in right)
+    found: dict[str, object] = {
+        "accuracy": correct / count if count else None,
+        "correct": correct,
+        "count": count,
+    }
+    passes = [score for score in scores if score.mode == "pass"]
+    for k in pass_k:
+        values = [(score.pass_at(k), len(score.questions)) for score in passes]
+        if values and all(value is not None for value, _ in values):
+            found[f"pass_at_{k}"] = sum(v * n for v, n in values) / sum(n for _, n in values)
+    return found
+
+
+def _shown(prompt: Prompt) -> str:
+    if prompt.text is not None:
+        return prompt.text
+    return "\n".join(str(message.get("content", "")) for message in prompt.messages or ())

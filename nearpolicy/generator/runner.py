@@ -1,0 +1,214 @@
+"""The embedded engine behind the `Generator` protocol: one long-lived thread, commands in, completions out.
+
+    event loop                                   engine thread
+    submit / abort / pause / load  -> commands -> between two forward passes
+    async for completion           <- call_soon  <- as each sequence ends
+
+The thread never waits while there is work. An exception in it reaches everybody who waits for a completion, and every
+later call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nearpolicy.errors import EngineError
+from nearpolicy.generator.engine import Engine
+from nearpolicy.roles import Capabilities, Completion, Request, Weights
+
+
+@dataclass(eq=False)
+class _Command:
+    """Something to do in the engine's thread between two forward passes."""
+
+    action: Callable[[], Any]
+    done: Future[Any]
+
+    def run(self) -> None:
+        try:
+            self.done.set_result(self.action())
+        except Exception as error:
+            self.done.set_exception(error)
+
+
+@dataclass(eq=False)
+class _Subscriber:
+    loop: asyncio.AbstractEventLoop
+    inbox: asyncio.Queue[Completion | BaseException]
+    undelivered: int
+    """Counted by the engine's thread."""
+
+    def put(self, item: Completion | BaseException) -> None:
+        self.loop.call_soon_threadsafe(self.inbox.put_nowait, item)
+
+
+class EngineRunner:
+    """Implements `Generator`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        on_sync: str = "finish",
+        sync_timeout_s: float = 120.0,
+        threads: int = 1,
+        numerics: str = "exact",
+        on_event: Callable[..., None] | None = None,
+    ) -> None:
+        """``sync_timeout_s``: with ``on_sync="finish"``, how long a publication waits for running sequences."""
+        self._engine = engine
+        self._on_sync = on_sync
+        self._sync_timeout_s = sync_timeout_s
+        self._numerics = numerics
+        self._emit = on_event or (lambda *_, **__: None)
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._subscribers: dict[str, _Subscriber] = {}
+        self._paused = False
+        self._loads: list[tuple[Weights, Future[Mapping[str, str]], float]] = []
+        self._thread = threading.Thread(target=self._run, args=(threads,), name="generator", daemon=True)
+        self._thread.start()
+
+    async def submit(self, request: Request) -> AsyncIterator[Completion]:
+        """Completions as they end. Leaving the iterator early aborts what is left."""
+        subscriber = _Subscriber(asyncio.get_running_loop(), asyncio.Queue(), request.n)
+        await self._call(lambda: self._submit(request, subscriber))
+        missing = request.n
+        try:
+            while missing:
+                item = await subscriber.inbox.get()
+                if isinstance(item, BaseException):
+                    raise EngineError(f"the engine stopped: {item!r}") from item
+                missing -= 1
+                yield item
+        finally:
+            if missing:
+                self._commands.put(_Command(lambda: self._abort({request.id}), Future()))
+
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        ids = set(request_ids)
+        await self._call(lambda: self._abort(ids))
+
+    async def pause(self) -> None:
+        await self._call(lambda: self._set_paused(True))
+
+    async def resume(self) -> None:
+        await self._call(lambda: self._set_paused(False))
+
+    async def load(self, weights: Weights) -> Mapping[str, str]:
+        done: Future[Mapping[str, str]] = Future()
+        await self._call(lambda: self._loads.append((weights, done, time.monotonic() + self._sync_timeout_s)))
+        return await asyncio.wrap_future(done)
+
+    def capabilities(self) -> Capabilities:
+        exact = self._numerics == "exact"
+        return Capabilities(
+            numerics=self._numerics,
+            seeded=True,
+            batch_invariant=exact,
+            resumable=True,
+            in_flight_update=True,
+            prefix_cache=False,
+            adapters=False,
+            proof="fingerprint",
+        )
+
+    def close(self) -> None:
+        """End the thread after the pass it is in. Nobody must wait for completions any more."""
+        self._commands.put(None)
+        self._thread.join()
+
+    async def _call(self, action: Callable[[], Any]) -> Any:
+        command = _Command(action, Future())
+        self._commands.put(command)
+        return await asyncio.wrap_future(command.done)
+
+    # Everything below runs in the engine's thread.
+
+    def _run(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        torch.set_flush_denormal(True)
+        try:
+            while self._obey():
+                self._load_if_due()
+                if not (self._paused or self._engine.scheduler.is_idle):
+                    self._deliver(self._engine.step())
+        except BaseException as error:
+            self._fail(error)
+            while (command := self._commands.get()) is not None:
+                command.done.set_exception(EngineError(f"the engine stopped: {error!r}"))
+
+    def _obey(self) -> bool:
+        """Carry out what was asked; sleep only when there is nothing to compute. False ends the thread."""
+        idle_since = None
+        while True:
+            wait = (self._paused or self._engine.scheduler.is_idle) and not self._loads
+            if wait and self._commands.empty():
+                idle_since = idle_since or time.monotonic()
+            try:
+                command = self._commands.get(block=wait)
+            except queue.Empty:
+                break
+            if command is None:
+                return False
+            command.run()
+        if idle_since is not None:
+            cause = "paused" if self._paused else "no request"
+            self._emit("idle", seconds=time.monotonic() - idle_since, cause=cause)
+        return True
+
+    def _submit(self, request: Request, subscriber: _Subscriber) -> None:
+        if request.id in self._subscribers:
+            raise ValueError(f"request {request.id!r} is already running")
+        self._subscribers[request.id] = subscriber
+        self._deliver(self._engine.submit(request))
+
+    def _abort(self, request_ids: set[str]) -> None:
+        self._deliver(self._engine.abort(request_ids))
+
+    def _set_paused(self, paused: bool) -> None:
+        self._paused = paused
+
+    def _deliver(self, completions: list[Completion]) -> None:
+        for completion in completions:
+            ended = {"tokens": len(completion.token_ids), "reason": completion.finish.value}
+            self._emit("finish", sample=completion.sample, **ended)
+            subscriber = self._subscribers[completion.request]
+            subscriber.undelivered -= 1
+            if subscriber.undelivered == 0:
+                del self._subscribers[completion.request]
+            subscriber.put(completion)
+
+    def _load_if_due(self) -> None:
+        if not self._loads:
+            return
+        weights, done, deadline = self._loads[0]
+        scheduler = self._engine.scheduler
+        scheduler.accepts_new = False
+        finish_first = self._on_sync == "finish" and time.monotonic() < deadline
+        if finish_first and scheduler.has_started_work and not self._paused:
+            return
+        begin = time.perf_counter()
+        try:
+            shown = self._engine.load(weights)
+        except Exception as error:
+            done.set_exception(error)
+        else:
+            done.set_result(shown)
+        self._loads.pop(0)
+        scheduler.accepts_new = not self._loads
+        self._emit("swap", seconds=time.perf_counter() - begin, version=self._engine.version)
+
+    def _fail(self, error: BaseException) -> None:
+        for subscriber in self._subscribers.values():
+            subscriber.put(error)
+        for _, done, _ in self._loads:
+            done.set_exception(error)

@@ -1,0 +1,54 @@
+"""The inline runtime: the control plane on one event loop, the engine and the learner each on a thread of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from nearpolicy.learner.step import PolicyLearner
+from nearpolicy.records import Batch, StepReport
+from nearpolicy.roles import Weights
+
+
+class RoleThread:
+    """One long-lived thread; `torch.set_num_threads` acts on the thread that calls it, so a role keeps its own."""
+
+    def __init__(self, name: str, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name, initializer=_settle, initargs=(threads,))
+
+    async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Run there, in the order of the calls."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True)
+
+
+def _settle(threads: int) -> None:
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(True)
+
+
+class LearnerInThread:
+    """Implements `nearpolicy.roles.Learner` around a `PolicyLearner`."""
+
+    def __init__(self, learner: PolicyLearner, thread: RoleThread) -> None:
+        self.inner = learner
+        self._thread = thread
+
+    async def step(self, batch: Batch) -> StepReport:
+        return await self._thread.call(self.inner.step, batch)
+
+    async def weights(self, record_parent: int | None) -> Weights:
+        return await self._thread.call(self.inner.weights, record_parent)
+
+    async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Anything else that needs the learner to itself: a warm start, a checkpoint."""
+        return await self._thread.call(function, *arguments)
+
+    def close(self) -> None:
+        self._thread.close()

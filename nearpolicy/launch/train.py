@@ -1,0 +1,106 @@
+"""``nearpolicy train``: run a recipe to its end, one line per step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from nearpolicy.launch.session import Session
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells count it."""
+
+
+def command(
+    recipe: Annotated[Path, typer.Argument(help="A YAML recipe.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value", show_default=False)] = None,
+) -> None:
+    """Train a recipe; writes a run folder. Ctrl-C ends after the step in progress, twice at once."""
+    from nearpolicy.config import load_recipe
+    from nearpolicy.launch.check import refuse
+    from nearpolicy.launch.report import write_report
+    from nearpolicy.launch.session import Session, run_session
+    from nearpolicy.store.folder import create_run_folder
+
+    config = load_recipe(recipe, overrides or [])
+    refuse(config)
+    folder = create_run_folder(config.run.name, directory=config.run.dir)
+    print(f"run folder: {folder.path}", flush=True)
+    session = Session(config=config, folder=folder, say=_say, on_step=_StepLine(config.run.steps))
+    _listen(session)
+    summary = run_session(session)
+    report = write_report(folder.path)
+    print(closing_words(summary))
+    print(f"report: {report}")
+    if session.stop_requested:
+        sys.exit(INTERRUPTED)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _listen(session: Session) -> None:
+    """First Ctrl-C: stop after this step. Second: stop now; helpers die with this process."""
+
+    def interrupted(*_: Any) -> None:
+        if session.stop_requested:
+            os._exit(INTERRUPTED)
+        session.stop_requested = True
+        print("\nstopping after this step; press Ctrl-C again to stop at once", file=sys.stderr, flush=True)
+
+    signal.signal(signal.SIGINT, interrupted)
+
+
+class _StepLine:
+    """Prints what a person wants to see of each step."""
+
+    COLUMNS = (
+        ("reward", "reward/mean", "{:.3f}"),
+        ("no signal", "reward/zero_variance_share", "{:.2f}"),
+        ("length", "completion/length_mean", "{:.1f}"),
+        ("entropy", "policy/entropy", "{:.3f}"),
+        ("grad norm", "policy/grad_norm", "{:.3g}"),
+        ("mismatch", "mismatch/logprob_diff_max", "{:.2g}"),
+        ("staleness", "staleness/max", "{:.0f}"),
+        ("wait s", "time/wait_s", "{:.1f}"),
+        ("step s", "time/step_s", "{:.1f}"),
+    )
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+
+    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step % 20 == 0:
+            print("     step  " + "  ".join(f"{title:>9}" for title, _, _ in self.COLUMNS))
+        cells = [form.format(metrics[name]) if name in metrics else "-" for _, name, form in self.COLUMNS]
+        print(f"{step + 1:>4}/{self._total:<4}  " + "  ".join(f"{cell:>9}" for cell in cells), flush=True)
+
+
+def closing_words(summary: Mapping[str, Any]) -> str:
+    """The few lines a person reads at the end."""
+    from nearpolicy.evaluate.metrics import wilson_interval
+
+    lines = [
+        f"{summary['steps']} steps in {summary['wall_s']:.0f} s of training (set-up {summary['setup_s']:.0f} s), "
+        f"peak memory {summary['peak_memory_mb']:.0f} MB, numerics {summary['numerics']}"
+    ]
+    for when in ("before", "after"):
+        found = summary["held_out"][when]
+        if found and found["count"]:
+            low, high = wilson_interval(found["correct"], found["count"])
+            passes = "".join(f", {k.replace('_at_', '@')} {v:.3f}" for k, v in found.items() if k.startswith("pass"))
+            lines.append(
+                f"held out {when + ':':<7} {found['accuracy']:.1%} ({found['correct']} of {found['count']}, "
+                f"95 % interval {low:.1%} to {high:.1%}){passes}"
+            )
+    return "\n".join(lines)
+
+

@@ -1,0 +1,1 @@
+"""Verified weight publication."""

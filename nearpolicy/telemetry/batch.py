@@ -1,0 +1,69 @@
+"""What a batch says before the learner sees it: the fate of every token, rewards, lengths, staleness."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from nearpolicy.records import Batch, Fate
+
+
+def token_fates(batch: Batch) -> dict[tuple[int, int], dict[Fate, int]]:
+    """(admission index, sample) -> fate -> sampled tokens, for every rollout of the batch; the sums are exact (I2)."""
+    fates: dict[tuple[int, int], dict[Fate, int]] = {}
+    for row in batch.rows:
+        counts = fates.setdefault((row.group, row.sample), {})
+        trained = int(row.trained.sum())
+        useful = int((row.trained & (row.advantages != 0)).sum())
+        for fate, count in (
+            (Fate.TRAINED, useful),
+            (Fate.ZERO_ADVANTAGE, trained - useful),
+            (Fate.MASKED, row.segment.num_sampled - trained),
+        ):
+            if count:
+                counts[fate] = counts.get(fate, 0) + count
+    return fates
+
+
+def batch_metrics(batch: Batch) -> dict[str, float]:
+    """Rewards, lengths and staleness of a batch, known before the learner sees it."""
+    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+    rewards = [reward for group in batch.groups for reward in group.rewards if reward is not None]
+    lengths = [rollout.num_sampled for rollout in rollouts]
+    staleness = [batch.step - group.oldest_version for group in batch.groups]
+    metrics = {
+        "reward/mean": _mean(rewards),
+        "reward/zero_variance_share": _mean([not group.has_signal for group in batch.groups]),
+        "reward/unscored": float(sum(reward is None for group in batch.groups for reward in group.rewards)),
+        "completion/length_mean": _mean(lengths),
+        "completion/truncated_share": _mean([r.finish.value == "length" for r in rollouts]),
+        "staleness/mean": _mean(staleness),
+        "staleness/max": float(max(staleness, default=0)),
+        "batch/groups": float(len(batch.groups)),
+        "batch/tokens": float(sum(lengths)),
+    }
+    for name, values in _by_source(batch).items():
+        metrics[f"reward/{name}/mean"] = _mean(values)
+    for task in sorted({group.admission.prompt.task for group in batch.groups}):
+        own = [r for g in batch.groups if g.admission.prompt.task == task for r in g.rewards if r is not None]
+        metrics[f"task/{task}/reward"] = _mean(own)
+    return {name: value for name, value in metrics.items() if value is not None}
+
+
+def _by_source(batch: Batch) -> Mapping[str, list[float]]:
+    """Values by reward source, and their named parts as ``source/part``."""
+    values: dict[str, list[float]] = {}
+    for group in batch.groups:
+        for verdicts in group.verdicts:
+            for source, verdict in verdicts.items():
+                if verdict.value is not None:
+                    values.setdefault(source, []).append(verdict.value)
+                for part, value in verdict.parts.items():
+                    values.setdefault(f"{source}/{part}", []).append(value)
+    return values
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    """None where there is nothing to take a mean of: the metric is then left out, not made up."""
+    return float(np.mean(values)) if len(values) else None
