@@ -113,16 +113,14 @@ def _package_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _model_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
-    from nearpolicy.launch.sizes import MB, kv_bytes_per_token
+    from nearpolicy.launch.sizes import kv_sequence_mb, longest_sequence
 
-    sampling, bound = config.sampling, config.generator.kv_memory_mb
-    longest = sampling.max_prompt_length + sampling.max_completion_length
+    longest, needed, bound = longest_sequence(config), kv_sequence_mb(config, shape), config.generator.kv_memory_mb
     if shape.max_length is not None and longest > shape.max_length:
         yield (
-            f"sampling.max_prompt_length + sampling.max_completion_length is {longest}, but {config.model.path} was "
-            f"made for {shape.max_length} tokens; shorten one of them"
+            f"the longest prompt and completion have {longest} tokens together, but {config.model.path} was made for "
+            f"{shape.max_length}; lower sampling.max_prompt_length or a max_completion_length"
         )
-    needed = longest * kv_bytes_per_token(shape, config.model) / MB
     if bound is not None and bound < needed:
         yield (
             f"generator.kv_memory_mb={bound:g} cannot hold one sequence of {longest} tokens, which takes "
@@ -159,14 +157,15 @@ def _sizes(config: RunConfig) -> Lines:
 
 
 def _model(config: RunConfig, shape: ModelShape | None) -> Lines:
+    from nearpolicy.launch.sizes import longest_sequence
+
     yield "path", config.model.path
     if shape is None:
         yield "size", "unknown until it is fetched from the hub"
         return
     about = "" if shape.exact else "about "
     yield "parameters", f"{about}{shape.parameters:,} in {config.model.dtype}"
-    longest = config.sampling.max_prompt_length + config.sampling.max_completion_length
-    yield "longest sequence", f"{longest} of {shape.max_length or 'any number of'} tokens"
+    yield "longest sequence", f"{longest_sequence(config)} of {shape.max_length or 'any number of'} tokens"
 
 
 def _memory(config: RunConfig, shape: ModelShape | None) -> Lines:

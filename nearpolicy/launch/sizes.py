@@ -19,8 +19,10 @@ from nearpolicy.errors import ModelError
 from nearpolicy.models.config import TINY, ModelConfig
 
 MB = 1024 * 1024
-_HEAD_ROWS = 1024
-"""Rows of logits the learner holds at once."""
+PAGE = 64
+"""Positions in a page of keys and values (`nearpolicy.models.attention`, which loads torch)."""
+HEAD_CHUNK = 1024
+"""Rows of logits the learner holds at once (`nearpolicy.models.policy`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +36,9 @@ class ModelShape:
     hidden: int
     intermediate: int
     vocabulary: int
+    kv_heads: int
     kv_width: int
-    """Numbers kept per token and layer: keys and values of all their heads."""
+    """Keys and values of one token in one layer, over all their heads."""
     max_length: int | None
     """Longest sequence the model was made for."""
 
@@ -61,10 +64,12 @@ def shape_of(config: Mapping[str, Any], *, parameters: int | None) -> ModelShape
     head_dim = int(config.get("head_dim") or hidden // heads)
     intermediate = int(config.get("intermediate_size") or 4 * hidden)
     vocabulary = int(config["vocab_size"])
-    kv_width = 2 * kv_heads * head_dim
+    key_dim = value_dim = head_dim
     if config.get("kv_lora_rank"):  # MLA: the engine keeps expanded keys and values, of different width
+        kv_heads = heads
         key_dim = int(config["qk_nope_head_dim"]) + int(config["qk_rope_head_dim"])
-        kv_width = heads * (key_dim + int(config["v_head_dim"]))
+        value_dim = int(config["v_head_dim"])
+    kv_width = kv_heads * (key_dim + value_dim)
     embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings", True) else 2)
     experts = int(config.get("num_local_experts") or config.get("num_experts") or 1)
     layer = hidden * (2 * heads * head_dim + kv_width) + 3 * hidden * intermediate * experts + 2 * hidden
@@ -76,6 +81,7 @@ def shape_of(config: Mapping[str, Any], *, parameters: int | None) -> ModelShape
         hidden=hidden,
         intermediate=intermediate,
         vocabulary=vocabulary,
+        kv_heads=kv_heads,
         kv_width=kv_width,
         max_length=int(longest) if longest else None,
     )
@@ -93,27 +99,37 @@ def number_bytes(model: ModelConfig) -> int:
     return 4 if model.dtype == "float32" else 2
 
 
-def kv_bytes_per_token(shape: ModelShape, model: ModelConfig) -> int:
-    return shape.layers * shape.kv_width * number_bytes(model)
+def longest_sequence(config: RunConfig) -> int:
+    """Tokens of the longest prompt with the longest completion, in training or evaluation."""
+    completion = max(config.sampling.max_completion_length, config.evaluation.max_completion_length or 0)
+    return config.sampling.max_prompt_length + completion
+
+
+def kv_sequence_mb(config: RunConfig, shape: ModelShape) -> float:
+    """Keys and values of one sequence of full length: whole pages, and a column of ones beside the values of each
+    head."""
+    pages = math.ceil(longest_sequence(config) / PAGE)
+    return pages * PAGE * shape.layers * (shape.kv_width + shape.kv_heads) * number_bytes(config.model) / MB
 
 
 def memory_by_owner(config: RunConfig, shape: ModelShape) -> dict[str, float]:
     """Owner -> MB. Activations leave attention scores out, which are recomputed where they are large."""
     size, weights = number_bytes(config.model), shape.parameters * number_bytes(config.model) / MB
-    longest = config.sampling.max_prompt_length + config.sampling.max_completion_length
-    kv = config.generator.kv_memory_mb or (
-        config.generator.max_running * longest * kv_bytes_per_token(shape, config.model) / MB
-    )
+    # Two means in float32, and a float32 copy of weights that are narrower.
+    optimizer = shape.parameters * (8 if size == 4 else 12) / MB
+    running = config.generator.max_running
+    held = running + max(1, running // 4)  # sequences, and prompts of groups that have not begun
+    kv = config.generator.kv_memory_mb or held * kv_sequence_mb(config, shape)
     tokens = config.learner.max_tokens_per_microbatch
     # Kept per layer for the backward pass: two norms, q, k, v before and after rotation, attention, its projection, the
     # residual, and four rows of the feed-forward part.
     layer = 6 * shape.hidden + 2 * (shape.hidden + shape.kv_width) + 4 * shape.intermediate
     kept = shape.layers * shape.hidden + layer if config.learner.activation_checkpointing else shape.layers * layer
-    head = 2 * min(tokens, _HEAD_ROWS) * shape.vocabulary * 4 / MB
+    head = 2 * min(tokens, HEAD_CHUNK) * shape.vocabulary * 4 / MB
     return {
         "learner: weights": weights,
         "learner: gradients": weights,
-        "learner: AdamW means": 2 * weights,
+        "learner: AdamW": optimizer,
         "learner: activations": tokens * kept * size / MB + head,
         "engine: weights": weights,
         "engine: keys and values": kv,

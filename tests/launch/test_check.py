@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nearpolicy.config import config_from_dict, load_recipe
-from nearpolicy.launch import cli, reference
+from nearpolicy.launch import cli, reference, sizes
 from nearpolicy.launch.sizes import memory_by_owner, model_shape, role_threads
 from nearpolicy.models.config import TINY, ModelConfig
 
@@ -106,7 +106,7 @@ def test_check_data_asks_a_user_function_for_its_columns(run, recipe):
         ("tasks.0.source.path=absent.jsonl", ["absent.jsonl: no such file"]),
         ("model.path=/no/such/model", ["model.path /no/such/model: no such folder"]),
         ("model.path=package:no-such-package", ["pip install no-such-package"]),
-        ("sampling.max_completion_length=1000", ["random:llama was made for 512 tokens"]),
+        ("sampling.max_completion_length=1000", ["random:llama was made for 512"]),
         ("generator.kv_memory_mb=0.01", ["generator.kv_memory_mb=0.01 cannot hold one sequence of 60 tokens"]),
         ("telemetry.sinks=[trackio]", ["telemetry.sinks has trackio", "pip install"]),
         ("run.dir=/dev/null/run", ["run.dir", "/dev/null is a file"]),
@@ -187,10 +187,26 @@ def test_parameters_of_a_random_model_are_those_transformers_makes():
     assert shape.kv_width == 2 * 2 * 16
 
 
-def test_defaults_of_random_models_are_those_of_the_loader():
-    from nearpolicy.models import loading
+def test_numbers_known_without_torch_are_those_of_the_modules_that_load_it():
+    from nearpolicy.models import attention, policy
 
-    assert dict(loading.TINY) == dict(TINY)
+    assert (sizes.PAGE, sizes.HEAD_CHUNK) == (attention.PAGE, policy.HEAD_CHUNK)
+
+
+def test_memory_for_keys_and_values_is_what_the_engine_takes(recipe):
+    import torch
+
+    from nearpolicy.generator.kv import KeyValueStore
+    from nearpolicy.models.shapes import AttentionShape
+
+    config = load_recipe(recipe, ["generator.max_running=8"])
+    layer = AttentionShape(kv_heads=TINY["num_key_value_heads"], key_size=16, value_size=16)
+    layers = dict.fromkeys(range(TINY["num_hidden_layers"]), layer)
+    store = KeyValueStore(layers, num_pages=10, dtype=torch.float32, device=torch.device("cpu"))
+    spare = store.bytes / 11  # the engine has one page more than it gives out
+    assert memory_by_owner(config, model_shape(config.model))["engine: keys and values"] == pytest.approx(
+        (store.bytes - spare) / sizes.MB
+    )
 
 
 def test_parameters_of_a_folder_are_counted_in_its_files(tmp_path):
@@ -218,7 +234,7 @@ def test_memory_follows_the_settings_that_it_names(recipe):
         return memory_by_owner(config, model_shape(config.model))
 
     usual = memory()
-    assert usual["learner: AdamW means"] == 2 * usual["learner: weights"]
+    assert usual["learner: AdamW"] == 2 * usual["learner: weights"]
     assert memory("generator.kv_memory_mb=7")["engine: keys and values"] == 7
     assert memory("generator.max_running=128")["engine: keys and values"] == 2 * usual["engine: keys and values"]
     for less in ("learner.max_tokens_per_microbatch=256", "learner.activation_checkpointing=true"):
