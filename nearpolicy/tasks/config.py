@@ -26,7 +26,7 @@ class ReasoningGymSource(ConfigModel):
 
 
 class JsonlSource(ConfigModel):
-    """A file with one JSON object per line."""
+    """A file with one JSON object per line; gzip-compressed if its name ends in `.gz`."""
 
     kind: Literal["jsonl"]
     """Selects this kind of source."""

@@ -7,6 +7,7 @@ Whatever is wrong with the data ends here, before anything is generated, with fi
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import json
 import string
@@ -70,17 +71,24 @@ def read_rows(source: Source) -> list[Row]:
 
 
 def _jsonl(source: JsonlSource) -> Iterator[Row]:
-    with Path(source.path).expanduser().open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                values = json.loads(line)
-            except ValueError as error:
-                raise DataError(f"{source.path} row {number}: not valid JSON: {error}") from None
-            if not isinstance(values, dict):
-                raise DataError(f"{source.path} row {number}: a row is a JSON object, found {type(values).__name__}")
-            yield Row(number, values)
+    path = Path(source.path).expanduser()
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield Row(number, _json_object(line, f"{source.path} row {number}"))
+    except (OSError, EOFError) as error:
+        raise DataError(f"{source.path}: cannot be read: {error}") from None
+
+
+def _json_object(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        values = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where}: not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise DataError(f"{where}: a row is a JSON object, found {type(values).__name__}")
+    return values
 
 
 def _parquet(source: ParquetSource) -> Iterator[Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,16 @@ def test_every_bad_row_is_named_and_many_are_counted(data):
 def test_invalid_json_names_the_line(data):
     with pytest.raises(DataError, match=r"rows\.jsonl row 2: not valid JSON"):
         data([{"prompt": "a", "answer": 1}, "{oops\n"])
+
+
+def test_compressed_rows_are_rows_and_a_broken_file_is_named(data, tmp_path):
+    made = data(rows("a", "b"))
+    packed = tmp_path / "rows.jsonl.gz"
+    packed.write_bytes(gzip.compress((tmp_path / "rows.jsonl").read_bytes()))
+    assert [row.values for row in read_rows(config(packed).source)] == [prompt.columns for prompt in made.training]
+    packed.write_bytes(packed.read_bytes()[:-9])
+    with pytest.raises(DataError, match=r"rows\.jsonl\.gz: cannot be read"):
+        read_rows(config(packed).source)
 
 
 def test_missing_and_empty_files_are_named(data, tmp_path):
