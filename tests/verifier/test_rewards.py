@@ -178,10 +178,10 @@ def test_reasoning_gym_scores_with_the_data_sets_own_function():
     assert value(tagged, rewards.control(tagged, columns), **columns) == 1.0
 
 
-def test_reasoning_gym_scores_by_the_settings_the_data_was_made_with():
+def test_reasoning_gym_scores_by_the_settings_of_its_generator():
     entry = {"answer": "1.235", "metadata": '{"source_dataset": "decimal_arithmetic"}'}
-    exact = ReasoningGymReward(settings={"max_num_decimal_places": 3})
-    rough = ReasoningGymReward(settings={"max_num_decimal_places": 1, "min_num_decimal_places": 1})
+    exact = ReasoningGymReward(params={"max_num_decimal_places": 3})
+    rough = ReasoningGymReward(params={"max_num_decimal_places": 1, "min_num_decimal_places": 1})
     assert value(exact, "1.2", **entry) < 1.0
     assert value(rough, "1.2", **entry) == 1.0
 

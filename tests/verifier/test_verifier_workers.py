@@ -34,7 +34,7 @@ def after_time_limit(check, control=CONTROL):
     """The verdict of a submission that ran into its limit, when the control run gives this answer."""
 
     async def ask(sample):
-        return check if sample is CONTROL else {"status": "limit", "limit": "time_limit", "seconds": 2.0}
+        return check if sample is not SUBMISSION else {"status": "limit", "limit": "time_limit", "seconds": 2.0}
 
     return asyncio.run(judge(ask, SUBMISSION, control))
 
@@ -117,7 +117,7 @@ def test_endless_computation_ends_at_its_limit_and_scores_zero():
 
 def test_workers_are_free_again_after_endless_computations():
     async def run():
-        async with verifying(MathVerifyReward(), timeout_s=1, workers=2) as service:
+        async with verifying(MathVerifyReward(), timeout_s=0.7, workers=2) as service:
             began = time.monotonic()
             texts = [TOWER] * 4 + [rf"\boxed{{{n}}}" for n in range(10)]
             golds = ["5"] * 4 + [str(n) for n in range(10)]
@@ -269,7 +269,9 @@ def test_close_leaves_no_process_and_wakes_every_waiter():
                 pids.extend(int(v["report"].value) for v in both)
             waiting = [asyncio.create_task(score(service, "block")) for _ in range(5)]
             await asyncio.sleep(0.1)
-        return await asyncio.gather(*waiting)
+        found = await asyncio.gather(*waiting)
+        assert asyncio.all_tasks() == {asyncio.current_task()}  # nobody starts a process any more
+        return found
 
     began = time.monotonic()
     verdicts = [v["report"] for v in asyncio.run(run())]
