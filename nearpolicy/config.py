@@ -20,7 +20,7 @@ from nearpolicy.generator.config import GeneratorConfig, SamplingConfig
 from nearpolicy.learner.config import CheckpointConfig, LearnerConfig, WarmStartConfig
 from nearpolicy.models.config import ModelConfig
 from nearpolicy.objectives.config import ObjectiveConfig
-from nearpolicy.recipe_keys import explain_unknown_key
+from nearpolicy.recipe_keys import explain_unknown_key, other_names
 from nearpolicy.rollout_queue.config import QueueConfig
 from nearpolicy.settings import ConfigModel
 from nearpolicy.store.config import StoreConfig
@@ -255,15 +255,17 @@ def _parse_yaml(text: str, source: str) -> Any:
 
 def _plain(node: Any) -> Any:
     """Round-trip YAML nodes as ordinary Python values."""
+    from ruamel.yaml.scalarbool import ScalarBoolean  # a truth value with an anchor; a kind of int
+
     if isinstance(node, dict):
         return {key: _plain(value) for key, value in node.items()}
     if isinstance(node, list):
         return [_plain(value) for value in node]
-    for kind in (bool, int, float, str):
+    if isinstance(node, (bool, ScalarBoolean)):
+        return bool(node)
+    for kind in (int, float, str):
         if isinstance(node, kind):
             return kind(node)
-    if type(node).__name__ == "ScalarBoolean":
-        return bool(node)
     return node
 
 
@@ -283,6 +285,8 @@ def _apply_override(data: dict[str, Any], override: str, origins: _Origins) -> N
                 raise ConfigError(f"override {override}: {before} has the entries 0 to {len(node) - 1}, found `{part}`")
             path[depth] = part = int(part)
         if last:
+            for other in other_names(".".join(map(str, path))):
+                node.pop(other, None)
             node[part] = value
         else:
             inside = node[part] if isinstance(node, list) else node.get(part)

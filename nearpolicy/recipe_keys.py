@@ -100,6 +100,15 @@ ABSENT = {
 """Spellings for what this version cannot do -> what that is."""
 
 
+def other_names(path: str) -> list[str]:
+    """Names of the same setting beside this one; empty for nearly all keys."""
+    section, _, key = path.rpartition(".")
+    target = ALIASES.get(key)
+    if target is None or target.rpartition(".")[0] != section:
+        return []
+    return [name for name, same in ALIASES.items() if same == target and name != key]
+
+
 def explain_unknown_key(root: type[BaseModel], path: tuple[Any, ...], value: Any) -> str:
     """One sentence: `` `learner.learning_rat` is not a key; did you mean `learner.learning_rate`? ``"""
     name = ".".join(map(str, path))

@@ -138,6 +138,11 @@ def test_name_given_with_its_alias_is_refused(load):
     assert "given twice" in refusal(load, "sampling: {num_generations: 4, group_size: 4}\n")
 
 
+def test_override_by_an_alias_replaces_the_name_in_the_recipe(load):
+    assert load("sampling: {num_generations: 4}\n", "sampling.group_size=2").sampling.num_generations == 2
+    assert load("sampling: {group_size: 4}\n", "sampling.num_generations=2").sampling.num_generations == 2
+
+
 def test_aliases_are_accepted_and_resolve_to_the_name(load):
     config = load("sampling: {group_size: 4, max_new_tokens: 12}\n")
     assert (config.sampling.num_generations, config.sampling.max_completion_length) == (4, 12)
@@ -252,6 +257,9 @@ def test_yaml_oddities_are_messages_or_harmless(load):
     assert load("learner:\n  # all of it commented out\n").learner.minibatches == 1
     merged = "sampling: &lengths {max_prompt_length: 8}\nqueue: {<<: *lengths, prompts_per_step: 4}\n"
     assert "it belongs to `sampling.max_prompt_length`" in refusal(load, merged)
+    assert (
+        load("run: &run {steps: 3, keep_versions: &yes true}\n", base=BASE.split("\n", 1)[1]).run.keep_versions is True
+    )
     assert "`1` is not a key" in refusal(load, "1: 2\n")
     assert "learner is [1]; should be a mapping of keys" in refusal(load, "learner: [1]\n")
     assert "not valid YAML: found character" in refusal(load, "learner:\n\tminibatches: 1\n")
