@@ -323,8 +323,8 @@ def _messages(problem: Any, data: dict[str, Any], origins: _Origins) -> Iterator
     name = ".".join(map(str, path))
     kind, found = problem["type"], problem.get("input")
     if kind == "extra_forbidden":
-        for key, value in _leaves_of_unknown(path, found):
-            yield f"{origins.place(key)}: {explain_unknown_key(RunConfig, key, value)}"
+        for key in _leaves_of_unknown(path, found):
+            yield f"{origins.place(key)}: {explain_unknown_key(RunConfig, key)}"
     elif kind == "missing":
         yield f"{origins.place(path)}: {name} is missing and has no default"
     elif kind == "union_tag_not_found":
@@ -358,13 +358,12 @@ def _path_in_recipe(loc: tuple[Any, ...], data: Any) -> tuple[Any, ...]:
     return tuple(path)
 
 
-def _leaves_of_unknown(path: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def _leaves_of_unknown(path: tuple[Any, ...], value: Any) -> Iterator[tuple[Any, ...]]:
     """An unknown section is explained key by key: each of its keys may belong somewhere else."""
     if isinstance(value, dict) and value and len(path) == 1:
-        for key, inner in value.items():
-            yield (*path, key), inner
+        yield from ((*path, key) for key in value)
     else:
-        yield path, value
+        yield path
 
 
 def _shown(value: Any) -> str:

@@ -109,7 +109,7 @@ def other_names(path: str) -> list[str]:
     return [name for name, same in ALIASES.items() if same == target and name != key]
 
 
-def explain_unknown_key(root: type[BaseModel], path: tuple[Any, ...], value: Any) -> str:
+def explain_unknown_key(root: type[BaseModel], path: tuple[Any, ...]) -> str:
     """One sentence: `` `learner.learning_rat` is not a key; did you mean `learner.learning_rate`? ``"""
     name = ".".join(map(str, path))
     key, opening = str(path[-1]), f"`{name}` is not a key"
