@@ -102,10 +102,13 @@ class Engine:
                 f"{self.scheduler.pool.num_pages} pages of keys and values; raise generator.kv_memory_mb"
             )
         if request.version is not None and request.version < self.version:
-            return f"version {request.version} was asked for, but the engine holds {self.version}"
+            return self._outdated(request)
         if request.sampling.stop and self._decode is None:
             return "stop strings need an engine with a tokenizer"
         return None
+
+    def _outdated(self, request: Request) -> str:
+        return f"version {request.version} was asked for, but the engine holds {self.version}"
 
     def abort(self, request_ids: Iterable[str]) -> list[Completion]:
         """End requests now; what they have sampled so far is kept in their completions."""
@@ -115,6 +118,7 @@ class Engine:
     def step(self) -> list[Completion]:
         """One forward pass and one drawn token for every sequence that has logits; returns what ended."""
         begin = time.perf_counter()
+        ended = [_completion(s, Finish.FAILED, self._outdated(s.request)) for s in self.scheduler.remove_outdated()]
         pieces = self.scheduler.plan()
         drawing: list[Sequence] = []
         logits: list[Tensor] = []
@@ -135,8 +139,8 @@ class Engine:
             logits.append(start.logits.expand(len(start.samples), -1))
         self.scheduler.release_spent()
         if not drawing:
-            return []
-        ended = self._draw(drawing, logits[0] if len(logits) == 1 else torch.cat(logits))
+            return ended
+        ended += self._draw(drawing, logits[0] if len(logits) == 1 else torch.cat(logits))
         self._report(pieces, drawing, time.perf_counter() - begin)
         return ended
 

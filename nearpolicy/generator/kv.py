@@ -1,7 +1,8 @@
 """Memory for keys and values: pages of fixed size, counted, shared by reference, and the attention over them.
 
 `PagePool` is accounting and knows no tensors; `KeyValueStore` holds the tensors; `PagedContext` is what one forward
-pass hands to the model. Page 0 is scratch: padding rows write there, and tables point there behind a sequence's end.
+pass hands to the model. Page 0 is never written and stays zero: tables point there behind a sequence's end. A page is
+cleared when its first position is written, so that nothing of its last holder, a NaN least of all, is multiplied again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from nearpolicy.models.attention import PAGE, Queries, Rule, attend, with_ones
 from nearpolicy.models.shapes import AttentionShape
 
-SCRATCH = 0
+EMPTY = 0
 
 
 class PagePool:
@@ -103,8 +104,9 @@ class PagedContext:
         padding = num_rows - len(positions)
         self.positions = torch.from_numpy(np.pad(positions, (0, padding)))
         """[num_rows] position of every packed row in its sequence."""
-        self._page = torch.from_numpy(np.pad(pages, (0, padding), constant_values=SCRATCH))
-        self._offset = self.positions % PAGE
+        self._page = torch.from_numpy(pages)
+        self._offset = torch.from_numpy(positions % PAGE)
+        self._new_pages = self._page[self._offset == 0]
         starts = np.cumsum([0, *(s.length for s in spans)])
         decoding = [i for i, s in enumerate(spans) if s.length == 1]
         chunks = [i for i, s in enumerate(spans) if s.length > 1]
@@ -117,8 +119,10 @@ class PagedContext:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
         keys, values = self._store.keys[layer], self._store.values[layer]
-        keys[self._page, :, self._offset] = k
-        values[self._page, :, self._offset] = with_ones(v)
+        if len(self._new_pages):
+            values[self._new_pages] = 0.0
+        keys[self._page, :, self._offset] = k[: len(self._page)]
+        values[self._page, :, self._offset] = with_ones(v[: len(self._page)])
         outs = [block.attend(q, keys, values, rule).flatten(0, 1) for block in self._blocks]
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         return out if self._inverse is None else out.index_select(0, self._inverse)
@@ -142,7 +146,7 @@ class _Block:
         clipped = np.minimum(steps, lengths - 1)  # padding repeats the span's last query
         rows = starts[:, None] + clipped
         positions = np.array([s.start for s in spans])[:, None] + clipped
-        table = np.full((n, int(positions.max()) // PAGE + 1), SCRATCH, dtype=np.int64)
+        table = np.full((n, int(positions.max()) // PAGE + 1), EMPTY, dtype=np.int64)
         for i, span in enumerate(spans):
             used = list(span.pages[: (span.start + span.length - 1) // PAGE + 1])
             table[i, : len(used)] = used

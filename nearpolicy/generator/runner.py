@@ -4,13 +4,15 @@
     submit / abort / pause / load  -> commands -> between two forward passes
     async for completion           <- call_soon  <- as each sequence ends
 
-The thread never waits while there is work. An exception in it reaches everybody who waits for a completion, and every
-later call.
+The thread never waits while there is work. When it ends, by `close` or by an exception, everybody who still waits gets
+an `EngineError` that says why, and so does every later call. A caller may be cancelled at any moment: a command that has
+not begun by then is not carried out, and what a request still computes is aborted.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 import time
@@ -34,6 +36,8 @@ class _Command:
     done: Future[Any]
 
     def run(self) -> None:
+        if not self.done.set_running_or_notify_cancel():
+            return
         try:
             self.done.set_result(self.action())
         except Exception as error:
@@ -43,12 +47,13 @@ class _Command:
 @dataclass(eq=False)
 class _Subscriber:
     loop: asyncio.AbstractEventLoop
-    inbox: asyncio.Queue[Completion | BaseException]
+    inbox: asyncio.Queue[Completion | EngineError]
     undelivered: int
     """Counted by the engine's thread."""
 
-    def put(self, item: Completion | BaseException) -> None:
-        self.loop.call_soon_threadsafe(self.inbox.put_nowait, item)
+    def put(self, item: Completion | EngineError) -> None:
+        with contextlib.suppress(RuntimeError):  # its event loop is closed: nobody waits any more
+            self.loop.call_soon_threadsafe(self.inbox.put_nowait, item)
 
 
 class EngineRunner:
@@ -74,24 +79,27 @@ class EngineRunner:
         self._subscribers: dict[str, _Subscriber] = {}
         self._paused = False
         self._loads: list[tuple[Weights, Future[Mapping[str, str]], float]] = []
+        self._ended: EngineError | None = None
+        self._ending = threading.Lock()
+        """Held to ask whether the thread has ended and to queue a command, so that none is left without an answer."""
         self._thread = threading.Thread(target=self._run, args=(threads,), name="generator", daemon=True)
         self._thread.start()
 
     async def submit(self, request: Request) -> AsyncIterator[Completion]:
         """Completions as they end. Leaving the iterator early aborts what is left."""
         subscriber = _Subscriber(asyncio.get_running_loop(), asyncio.Queue(), request.n)
-        await self._call(lambda: self._submit(request, subscriber))
         missing = request.n
         try:
+            await self._call(lambda: self._submit(request, subscriber))
             while missing:
                 item = await subscriber.inbox.get()
-                if isinstance(item, BaseException):
-                    raise EngineError(f"the engine stopped: {item!r}") from item
+                if isinstance(item, EngineError):
+                    raise EngineError(*item.args) from item.__cause__
                 missing -= 1
                 yield item
         finally:
             if missing:
-                self._commands.put(_Command(lambda: self._abort({request.id}), Future()))
+                self._commands.put(_Command(lambda: self._leave(request.id, subscriber), Future()))
 
     async def abort(self, request_ids: Iterable[str]) -> None:
         ids = set(request_ids)
@@ -104,6 +112,7 @@ class EngineRunner:
         await self._call(lambda: self._set_paused(False))
 
     async def load(self, weights: Weights) -> Mapping[str, str]:
+        """Compute under these weights from now on. Cancelled before that began, it leaves the old ones in place."""
         done: Future[Mapping[str, str]] = Future()
         await self._call(lambda: self._loads.append((weights, done, time.monotonic() + self._sync_timeout_s)))
         return await asyncio.wrap_future(done)
@@ -122,13 +131,16 @@ class EngineRunner:
         )
 
     def close(self) -> None:
-        """End the thread after the pass it is in. Nobody must wait for completions any more."""
+        """End the thread after the pass it is in."""
         self._commands.put(None)
         self._thread.join()
 
     async def _call(self, action: Callable[[], Any]) -> Any:
         command = _Command(action, Future())
-        self._commands.put(command)
+        with self._ending:
+            if self._ended is not None:
+                raise EngineError(*self._ended.args) from self._ended.__cause__
+            self._commands.put(command)
         return await asyncio.wrap_future(command.done)
 
     # Everything below runs in the engine's thread.
@@ -139,18 +151,19 @@ class EngineRunner:
         try:
             while self._obey():
                 self._load_if_due()
-                if not (self._paused or self._engine.scheduler.is_idle):
+                if self._engine.scheduler.has_work and not self._paused:
                     self._deliver(self._engine.step())
+            ended = EngineError("the generator is closed")
         except BaseException as error:
-            self._fail(error)
-            while (command := self._commands.get()) is not None:
-                command.done.set_exception(EngineError(f"the engine stopped: {error!r}"))
+            ended = EngineError(f"the engine stopped: {error!r}")
+            ended.__cause__ = error
+        self._end(ended)
 
     def _obey(self) -> bool:
         """Carry out what was asked; sleep only when there is nothing to compute. False ends the thread."""
         idle_since = None
         while True:
-            wait = (self._paused or self._engine.scheduler.is_idle) and not self._loads
+            wait = (self._paused or not self._engine.scheduler.has_work) and not self._loads
             if wait and self._commands.empty():
                 idle_since = idle_since or time.monotonic()
             try:
@@ -174,6 +187,10 @@ class EngineRunner:
     def _abort(self, request_ids: set[str]) -> None:
         self._deliver(self._engine.abort(request_ids))
 
+    def _leave(self, request_id: str, subscriber: _Subscriber) -> None:
+        if self._subscribers.get(request_id) is subscriber:  # not another request of the same name
+            self._abort({request_id})
+
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused
 
@@ -188,13 +205,17 @@ class EngineRunner:
             subscriber.put(completion)
 
     def _load_if_due(self) -> None:
+        scheduler = self._engine.scheduler
+        while self._loads and self._loads[0][1].cancelled():
+            self._loads.pop(0)
+        scheduler.accepts_new = not self._loads
         if not self._loads:
             return
         weights, done, deadline = self._loads[0]
-        scheduler = self._engine.scheduler
-        scheduler.accepts_new = False
         finish_first = self._on_sync == "finish" and time.monotonic() < deadline
         if finish_first and scheduler.has_started_work and not self._paused:
+            return
+        if not done.set_running_or_notify_cancel():
             return
         begin = time.perf_counter()
         try:
@@ -207,8 +228,16 @@ class EngineRunner:
         scheduler.accepts_new = not self._loads
         self._emit("swap", seconds=time.perf_counter() - begin, version=self._engine.version)
 
-    def _fail(self, error: BaseException) -> None:
+    def _end(self, error: EngineError) -> None:
+        """Answer everybody who waits, and from now on every caller."""
+        with self._ending:
+            self._ended = error
         for subscriber in self._subscribers.values():
             subscriber.put(error)
-        for _, done, _ in self._loads:
-            done.set_exception(error)
+        waiting = [done for _, done, _ in self._loads]
+        while not self._commands.empty():
+            command = self._commands.get()
+            waiting += [command.done] if command is not None else []
+        for done in waiting:
+            if done.set_running_or_notify_cancel():
+                done.set_exception(error)

@@ -50,11 +50,12 @@ def sampled_logprobs(logits: Tensor, sampling: Sampling) -> Tensor:
     """[B, V] log-probabilities of the distribution tokens are really drawn from; -inf where nothing can be drawn.
 
     Order: temperature, then top-k, top-p, min-p on the tempered distribution, then renormalisation over what is left.
-    Temperature 0 is the point mass on the first largest logit.
+    Temperature 0 is the point mass on the first largest logit. Logits that are not finite give NaN at any temperature.
     """
     if sampling.temperature == 0:
         best = logits.argmax(dim=-1, keepdim=True)
-        return torch.full_like(logits, float("-inf"), dtype=torch.float32).scatter_(1, best, 0.0)
+        certain = torch.where(logits.gather(1, best).isfinite(), 0.0, float("nan"))
+        return torch.full_like(logits, float("-inf"), dtype=torch.float32).scatter_(1, best, certain)
     logprobs = log_softmax(logits, sampling.temperature)
     kept = kept_tokens(logprobs, sampling)
     if kept is None:

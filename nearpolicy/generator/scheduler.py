@@ -107,6 +107,11 @@ class Scheduler:
         return not (self._prompts or self._preempted or self.running)
 
     @property
+    def has_work(self) -> bool:
+        """Whether a pass would do anything; not so while all that is left waits for a version still to come."""
+        return self.has_started_work or any(self._may_start(p) or self._is_outdated(p) for p in self._prompts)
+
+    @property
     def has_started_work(self) -> bool:
         """Sequences that have sampled at least one token and are not finished."""
         return bool(self.running or self._preempted)
@@ -134,9 +139,18 @@ class Scheduler:
                 removed.append(sequence)
         return removed
 
+    def remove_outdated(self) -> list[Sequence]:
+        """Take out the samples that wait for a version older than the present one: they can never start."""
+        removed: list[Sequence] = []
+        for prompt in [p for p in self._prompts if self._is_outdated(p)]:
+            self._prompts.remove(prompt)
+            self.pool.release(prompt.pages)
+            removed.extend(prompt.waiting)
+        return removed
+
     def preempt_all(self) -> None:
         """Forget all keys and values (the weights change): everything is computed again from its tokens."""
-        for sequence in self.running:
+        for sequence in (*self.running, *self._preempted):  # a waiting one may be half computed again
             self._drop_pages(sequence)
         self._preempted.extendleft(reversed(self.running))
         self.running.clear()
@@ -213,6 +227,9 @@ class Scheduler:
 
     def _may_start(self, prompt: PromptState) -> bool:
         return self.accepts_new and prompt.request.version in (None, self.version)
+
+    def _is_outdated(self, prompt: PromptState) -> bool:
+        return prompt.request.version is not None and prompt.request.version < self.version
 
     def _can_start(self, prompt: PromptState) -> bool:
         if len(self.running) + len(self._preempted) >= self._max_running:
