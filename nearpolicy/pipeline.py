@@ -48,7 +48,7 @@ class Pipeline:
         """
         async with asyncio.TaskGroup() as tasks:
             producers = [tasks.create_task(self._produce()) for _ in range(self.num_slots)]
-            await self._learn()
+            await asyncio.wait([tasks.create_task(self._learn())])  # as a task, so that the first error stands first
             for producer in producers:
                 producer.cancel()
 
@@ -58,22 +58,27 @@ class Pipeline:
             self.queue.fill(slot, group)
 
     async def _learn(self) -> None:
+        unpublished: int | None = None
         for step in range(self.first_step, self.num_steps):
             begin = time.monotonic()
             groups = await self.queue.take(self.prompts_per_step)
             waited = time.monotonic() - begin
             if not groups:
-                return  # the data ended
+                break  # the data ended
             batch = Batch(step=step, places=self.prompts_per_step, groups=tuple(groups), rows=self.assemble(groups))
             report = await self.learner.step(batch)
             self.queue.complete(step)
             self.store.consumed(batch, report, token_fates(batch))
+            unpublished = report.version
             if report.version % self.weight_sync_steps == 0 or step + 1 == self.num_steps:
                 await self._publish(report.version)
+                unpublished = None
             times = {"time/wait_s": waited, "time/step_s": time.monotonic() - begin}
             self.telemetry.log_step(step, {**batch_metrics(batch), **report.metrics, **times})
             if await self.after_step(report):
-                return
+                break
+        if unpublished is not None:  # the run ended between two publications
+            await self._publish(unpublished)
 
     async def _publish(self, version: int) -> None:
         begin = time.monotonic()

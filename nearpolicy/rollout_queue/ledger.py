@@ -8,13 +8,20 @@ s >= v are consumed. The s - v consumed but unpublished steps hold (s - v) B slo
 (eta + 1) B - (s - v) B - 1 unconsumed groups before it; consuming these B at a time, g is consumed after at most eta
 further steps beyond v: its staleness, steps completed minus its oldest version (at least v), is at most eta.
 
-Bound, consumption when ready. A batch may leave groups behind only if they can still be consumed in time: for every
-version u, groups not younger than u that remain must fit into the (u + eta - s) steps that are left before s' - u
-exceeds eta. Otherwise the learner waits for the older ones, which end within ``rollout_timeout_s``.
+Bound, consumption when ready. Let N(u) be the unconsumed groups of version <= u, running ones counted under the
+version they were admitted under. With s steps completed and none in progress, N(u) <= (u + eta + 1 - s) B for every u:
+those groups fit into the steps s .. u + eta that may still use them. It holds at the start. It survives an admission
+under version v, because N(u) for u >= v is at most all unconsumed groups, (eta + 1) B - (s - v) B by the count of
+slots. (While a step is in progress its groups count as consumed, and s + 1 stands for s.) It survives the end of a
+group, which can only raise its version or take it away. And a batch is taken only if the rest satisfies it for s + 1
+(`remaining_fit`); else the learner waits for groups still running. A group of version v that is consumed makes N(v) at
+least 1, so s - v <= eta.
 
-No standstill: a free slot is always given out; with none free, (eta + 1) B groups are admitted and unpublished. If
-fewer than B of them are unconsumed, more than eta B are consumed and unpublished, so at least eta + 1 steps are
-unpublished, which ``weight_sync_steps - 1 <= max_staleness`` excludes once a due publication has been made.
+No standstill. A free slot is always given out, and every running group ends, within ``rollout_timeout_s`` and its
+retries. So suppose that nothing runs. If B or more groups are unconsumed, all of them are ready: admission order takes
+the first B; when ready, the B oldest, which leave max(0, N(u) - B) for every u, and those fit for s + 1. If fewer are
+unconsumed while no slot is free, more than eta B are consumed and unpublished, so at least eta + 1 steps are, which
+``weight_sync_steps - 1 <= max_staleness`` excludes once a due publication has been made.
 """
 
 from __future__ import annotations
@@ -66,6 +73,10 @@ class Ledger:
 
     def count(self, state: State) -> int:
         return sum(held.state is state for held in self._held.values())
+
+    def indices(self, state: State) -> list[int]:
+        """Admissions in this state, oldest first."""
+        return sorted(held.index for held in self._held.values() if held.state is state)
 
     @property
     def can_admit(self) -> bool:

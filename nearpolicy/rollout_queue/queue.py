@@ -60,6 +60,11 @@ class StalenessBoundedQueue:
 
     def fill(self, slot: Slot, group: Group) -> None:
         index = slot.admission.index
+        if group.index != index:
+            raise ValueError(
+                f"the slot of admission {index} was filled with the group of admission {group.index}: "
+                "an environment must return a group of the admission it was given"
+            )
         if group.failure is not None:
             self._ledger.drop(index)
             self.num_failed += 1
@@ -113,9 +118,11 @@ class StalenessBoundedQueue:
             await self._changed.wait()
 
     def _who_waits(self, count: int) -> str:
-        count_of = self._ledger.count
+        count_of, running = self._ledger.count, self._ledger.indices(State.RUNNING)
+        oldest = ", ".join(map(str, running[:5])) + (", ..." if len(running) > 5 else "")
+        named = f" (admission{'s' if len(running) > 1 else ''} {oldest})" if running else ""
         return (
-            f"the learner has waited {self._stall_timeout_s:g} s (queue.stall_timeout_s) for a batch of {count} groups: "
-            f"{count_of(State.READY)} are ready, {count_of(State.RUNNING)} are still running, "
+            f"the learner has waited {self._stall_timeout_s:g} s (queue.stall_timeout_s) for a batch of {count} "
+            f"groups: {count_of(State.READY)} are ready, {len(running)} are still running{named}, "
             f"{count_of(State.CONSUMED)} of {self._ledger.num_slots} slots wait for a publication"
         )

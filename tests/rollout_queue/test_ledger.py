@@ -210,9 +210,7 @@ def test_consumption_when_ready_waits_rather_than_leave_more_old_groups_than_ste
 
 
 @example([0, 0, 1], 1, 0, 2)
-@given(
-    st.lists(st.integers(0, 6), max_size=12), st.integers(0, 6), st.integers(0, 4), st.integers(1, 4)
-)
+@given(st.lists(st.integers(0, 6), max_size=12), st.integers(0, 6), st.integers(0, 4), st.integers(1, 4))
 def test_groups_fit_exactly_if_consuming_the_oldest_first_meets_every_deadline(versions, completed, bound, per_step):
     waiting, step, in_time = sorted(versions), completed + 1, True
     while waiting:
@@ -238,7 +236,7 @@ def test_age_is_steps_completed_minus_oldest_version_and_age_equal_to_the_limit_
         ledger.consume([index])
         assert ledger.count(State.CONSUMED) == 1
     else:
-        with pytest.raises(StalenessError, match=r"group 0 of version 3 .* 5 steps.*staleness 2 exceeds .*max_staleness 1"):
+        with pytest.raises(StalenessError, match=r"group 0 of version 3 .* 5 steps completed: staleness 2 exceeds"):
             ledger.consume([index])
 
 

@@ -1,0 +1,276 @@
+"""The queue: who waits, who wakes whom, and what it does when nobody comes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from nearpolicy.errors import StandstillError
+from nearpolicy.records import Admission, Fate, Finish, Group, Prompt, Rollout, Segment
+from nearpolicy.rollout_queue.ledger import Ledger
+from nearpolicy.rollout_queue.queue import StalenessBoundedQueue
+
+
+class Prompts:
+    """``count`` prompts in order, as often as they are wanted; then the data ends."""
+
+    def __init__(self, count: int, epochs: int | None = None) -> None:
+        self._count, self._epochs = count, epochs
+
+    def prompt(self, index: int) -> Prompt | None:
+        if self._epochs is not None and index >= self._count * self._epochs:
+            return None
+        return Prompt(id=str(index % self._count), task="t", text="?")
+
+
+class Book:
+    """A store that keeps counts only."""
+
+    def __init__(self) -> None:
+        self.admitted_indices: list[int] = []
+        self.filled_indices: list[int] = []
+        self.discarded_groups: list[tuple[int, Fate, str]] = []
+
+    def admitted(self, admission: Admission) -> None:
+        self.admitted_indices.append(admission.index)
+
+    def filled(self, group: Group) -> None:
+        self.filled_indices.append(group.index)
+
+    def discarded(self, group: Group, fate: Fate, reason: str) -> None:
+        self.discarded_groups.append((group.index, fate, reason))
+
+
+def group_of(admission: Admission, versions: tuple[int, ...] = (0,)) -> Group:
+    tokens = np.arange(len(versions))
+    segment = Segment(
+        context_ids=[1],
+        token_ids=tokens,
+        mask=np.ones(len(tokens), bool),
+        behavior_logprobs=-np.ones(len(tokens)),
+        versions=versions,
+        finish=Finish.STOP,
+    )
+    return Group(
+        admission=admission,
+        rollouts=(Rollout(sample=0, segments=(segment,), text=""),),
+        verdicts=({},),
+        rewards=(1.0,),
+    )
+
+
+def a_queue(*, per_step=2, bound=0, order="admission", prompts=None, book=None, **options) -> StalenessBoundedQueue:
+    ledger = Ledger(prompts_per_step=per_step, max_staleness=bound, order=order)
+    return StalenessBoundedQueue(ledger, prompts or Prompts(100), book or Book(), seed=7, **options)
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def failed(admission: Admission, why: str) -> Group:
+    return Group(admission=admission, failure=why)
+
+
+def test_reserve_waits_for_a_slot_and_is_woken_by_publication_and_by_a_failed_group():
+    async def scenario() -> None:
+        queue = a_queue(per_step=2, bound=0)
+        first, second = await queue.reserve(), await queue.reserve()
+        third = asyncio.create_task(queue.reserve())
+        await settle()
+        assert not third.done()
+        queue.fill(second, failed(second.admission, "sandbox died"))
+        await settle()
+        assert third.result().admission.index == 2
+        fourth = asyncio.create_task(queue.reserve())
+        for slot in (first, third.result()):
+            queue.fill(slot, group_of(slot.admission))
+        assert [g.index for g in await queue.take(2)] == [0, 2]
+        queue.complete(0)
+        await settle()
+        assert not fourth.done()  # consumed and done, but no generator holds the new weights yet
+        queue.retire(1)
+        await settle()
+        assert (fourth.result().admission.index, fourth.result().admission.version) == (3, 1)
+        assert fourth.result().admission.seed == 7
+
+    asyncio.run(scenario())
+
+
+def test_every_waiting_producer_wakes_when_several_slots_come_free_at_once():
+    async def scenario() -> None:
+        queue = a_queue(per_step=3, bound=0)
+        slots = [await queue.reserve() for _ in range(3)]
+        waiting = [asyncio.create_task(queue.reserve()) for _ in range(3)]
+        for slot in slots:
+            queue.fill(slot, group_of(slot.admission))
+        await queue.take(3)
+        queue.complete(0)
+        queue.retire(1)
+        await settle()
+        assert sorted(task.result().admission.index for task in waiting) == [3, 4, 5]
+
+    asyncio.run(scenario())
+
+
+def test_a_full_queue_pushes_back_and_nothing_disappears_uncounted():
+    async def scenario() -> None:
+        book = Book()
+        queue = a_queue(per_step=2, bound=1, book=book)
+        asked = [asyncio.create_task(queue.reserve()) for _ in range(6)]
+        await settle()
+        given = [task.result() for task in asked if task.done()]
+        assert [slot.admission.index for slot in given] == [0, 1, 2, 3]  # capacity 4, nobody reads: the fifth waits
+        queue.fill(given[0], failed(given[0].admission, "no reward"))
+        for slot in given[1:]:
+            queue.fill(slot, group_of(slot.admission))
+        await settle()
+        assert sum(task.done() for task in asked) == 5  # the failed one made room for exactly one more
+        assert book.filled_indices == [1, 2, 3]
+        assert book.discarded_groups == [(0, Fate.FAILED, "no reward")]
+        assert (queue.num_waiting, queue.num_failed) == (3, 1)
+        taken = await queue.take(2)
+        produced = len(book.filled_indices) + len(book.discarded_groups)
+        assert produced == len(taken) + queue.num_waiting + queue.num_failed == 4
+        for task in asked:
+            task.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_take_waits_for_the_straggler_of_the_oldest_batch_in_admission_order():
+    async def scenario() -> None:
+        queue = a_queue(per_step=2, bound=1)
+        slots = [await queue.reserve() for _ in range(4)]
+        taking = asyncio.create_task(queue.take(2))
+        for slot in (slots[3], slots[2], slots[1]):
+            queue.fill(slot, group_of(slot.admission))
+        await settle()
+        assert not taking.done()
+        queue.fill(slots[0], group_of(slots[0].admission))
+        await settle()
+        assert [g.index for g in taking.result()] == [0, 1]
+
+    asyncio.run(scenario())
+
+
+def test_a_completion_sampled_across_a_publication_counts_from_its_oldest_token():
+    async def scenario() -> None:
+        queue = a_queue(per_step=1, bound=2)
+        for step in range(6):
+            slot = await queue.reserve()
+            queue.fill(slot, group_of(slot.admission, versions=(step,)))
+            if step < 4:
+                await queue.take(1)
+                queue.complete(step)
+                queue.retire(step + 1)
+            if step == 4:
+                mixed = await queue.reserve()  # admitted under version 4
+                await queue.take(1)
+                queue.complete(4)
+                queue.retire(5)
+                queue.fill(mixed, group_of(mixed.admission, versions=(4, 4, 4, 5, 5, 5)))
+            if step == 5:
+                [group] = await queue.take(1)
+        segment = group.rollouts[0].segments[0]
+        assert segment.versions.tolist() == [4, 4, 4, 5, 5, 5]
+        assert segment.behavior_logprobs.tolist() == [-1.0] * 6
+        queue.complete(5)  # the learner stands at version 6
+        assert group.oldest_version == 4
+        assert 6 - group.oldest_version == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_stalled_learner_stops_the_run_and_says_who_waits_for_whom():
+    async def scenario() -> None:
+        queue = a_queue(per_step=3, bound=1, stall_timeout_s=0.02)
+        slots = [await queue.reserve() for _ in range(5)]
+        for slot in slots[1:3]:
+            queue.fill(slot, group_of(slot.admission))
+        with pytest.raises(StandstillError) as stall:
+            await queue.take(3)
+        message = str(stall.value)
+        for part in (
+            "the learner has waited 0.02 s (queue.stall_timeout_s) for a batch of 3 groups",
+            "2 are ready",
+            "3 are still running (admissions 0, 3, 4)",
+            "0 of 6 slots wait for a publication",
+        ):
+            assert part in message
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("per_step", "epochs"), [(3, 2), (4, 1), (2, 3)])
+def test_one_epoch_shows_every_prompt_once_and_the_data_ends_cleanly(per_step, epochs):
+    async def scenario() -> list[str]:
+        queue = a_queue(per_step=per_step, bound=0, prompts=Prompts(6, epochs))
+        seen: list[str] = []
+
+        async def produce() -> None:
+            while (slot := await queue.reserve()) is not None:
+                queue.fill(slot, group_of(slot.admission, versions=(slot.admission.version,)))
+
+        producers = [asyncio.create_task(produce()) for _ in range(per_step)]
+        step = 0
+        while groups := await queue.take(per_step):
+            seen += [group.admission.prompt.id for group in groups]
+            queue.complete(step)
+            step += 1
+            queue.retire(step)
+        await asyncio.gather(*producers)
+        return seen
+
+    assert asyncio.run(scenario()) == list("012345") * epochs
+
+
+def test_the_last_batch_of_the_data_may_be_smaller():
+    async def scenario() -> None:
+        queue = a_queue(per_step=4, bound=1, prompts=Prompts(6, 1), order="ready")
+        slots = [await queue.reserve() for _ in range(6)]
+        assert await queue.reserve() is None
+        for slot in reversed(slots):
+            queue.fill(slot, group_of(slot.admission))
+        assert [g.index for g in await queue.take(4)] == [0, 1, 2, 3]
+        queue.complete(0)
+        assert [g.index for g in await queue.take(4)] == [4, 5]
+        queue.complete(1)
+        assert await queue.take(4) == []
+
+    asyncio.run(scenario())
+
+
+def test_no_more_groups_are_admitted_than_the_run_needs_but_for_those_that_fail():
+    async def scenario() -> None:
+        book = Book()
+        queue = a_queue(per_step=2, bound=3, num_groups=3, book=book)
+        slots = [await queue.reserve() for _ in range(3)]
+        more = asyncio.create_task(queue.reserve())
+        await settle()
+        assert not more.done()
+        queue.fill(slots[1], failed(slots[1].admission, "timeout"))
+        await settle()
+        assert more.result().admission.index == 3
+        assert book.admitted_indices == [0, 1, 2, 3]
+
+    asyncio.run(scenario())
+
+
+def test_completing_a_step_that_was_not_begun_is_an_error():
+    queue = a_queue()
+    with pytest.raises(ValueError, match="step 3 completed, but 0 was in progress"):
+        queue.complete(3)
+
+
+def test_a_group_of_another_admission_cannot_fill_a_slot():
+    async def scenario() -> None:
+        queue = a_queue()
+        first, second = await queue.reserve(), await queue.reserve()
+        with pytest.raises(ValueError, match="slot of admission 0 was filled with the group of admission 1"):
+            queue.fill(first, group_of(second.admission))
+
+    asyncio.run(scenario())
