@@ -191,6 +191,20 @@ def test_consumption_when_ready_lets_the_finished_overtake_a_straggler():
     assert strict.batch(2) is None
 
 
+def test_consumption_when_ready_takes_the_oldest_tokens_first():
+    ledger = Ledger(prompts_per_step=2, max_staleness=2, order="ready")
+    for _ in range(6):
+        ledger.admit()
+    for index in (0, 1):
+        ledger.ready(index, 0)
+    ledger.consume(ledger.batch(2))
+    ledger.complete()
+    ledger.retire(1)
+    for index, oldest in ((2, 1), (3, 0), (4, 1), (5, 0)):
+        ledger.ready(index, oldest)
+    assert ledger.batch(2) == [3, 5]
+
+
 def test_consumption_when_ready_waits_rather_than_leave_more_old_groups_than_steps_can_take():
     ledger = Ledger(prompts_per_step=2, max_staleness=1, order="ready")
     for _ in range(4):
