@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from nearpolicy.errors import NearpolicyError
+from nearpolicy.errors import EngineError, NearpolicyError
 from nearpolicy.records import Admission, Finish, Group, Prompt, Rollout, Segment, Verdict
 from nearpolicy.roles import Completion, Environment, Generator, Request, Sampling, Verifier
 
 RewardOf = Callable[[Mapping[str, Verdict], str], float | None]
 """Verdicts by source and the task's name -> the weighted reward, or None if it cannot be told."""
+
+_Judging = tuple[Rollout, Completion, "asyncio.Task[Mapping[str, Verdict]]"]
 
 
 class SingleTurn:
@@ -48,13 +51,28 @@ class SingleTurn:
             seed=admission.seed,
             admission=admission.index,
         )
-        async with asyncio.TaskGroup() as judging:
-            tasks = []
-            async for completion in self._generator.submit(request):
-                rollout = self._rollout(context, completion)
-                tasks.append((rollout, completion, judging.create_task(self._judge(admission.prompt, rollout))))
+        tasks: list[_Judging] = []
+        try:
+            async with asyncio.TaskGroup() as judging:
+                async for completion in self._generator.submit(request):
+                    rollout = self._rollout(context, completion)
+                    tasks.append((rollout, completion, judging.create_task(self._judge(admission.prompt, rollout))))
+        except asyncio.CancelledError as stopped:
+            stopped.add_note(self._missing(tasks))  # shown if a time limit is the cause
+            raise
         tasks.sort(key=lambda task: task[0].sample)
+        if (samples := [rollout.sample for rollout, _, _ in tasks]) != list(range(self._n)):
+            raise EngineError(f"the generator answered request {request.id!r} of {self._n} samples with {samples}")
         return self._group(admission, [(r, c, task.result()) for r, c, task in tasks])
+
+    def _missing(self, tasks: Sequence[_Judging]) -> str:
+        """What a group that ran out of time was waiting for."""
+        generated = {rollout.sample for rollout, _, _ in tasks}
+        waiting = {
+            "generated": sorted(set(range(self._n)) - generated),
+            "judged": sorted(rollout.sample for rollout, _, task in tasks if task.cancelled()),
+        }
+        return " and ".join(f"samples {which} of {self._n} were not {what}" for what, which in waiting.items() if which)
 
     def _rollout(self, context: np.ndarray, completion: Completion) -> Rollout:
         tokens = completion.token_ids
@@ -102,37 +120,42 @@ class Bounded:
     A retry keeps the admission index and so repeats the random numbers. What fails to the end is a failed group.
     """
 
-    def __init__(self, environment: Environment, *, timeout_s: float, retries: int) -> None:
+    def __init__(
+        self,
+        environment: Environment,
+        *,
+        timeout_s: float,
+        retries: int,
+        on_retry: Callable[[Group], None] | None = None,
+    ) -> None:
+        """``on_retry`` is told of each failed attempt that another one follows: its tokens have a fate too."""
         self._environment = environment
         self._timeout_s = timeout_s
         self._retries = retries
+        self._on_retry = on_retry or (lambda group: None)
 
     async def run(self, admission: Admission) -> Group:
-        group = Group(admission=admission, failure="no attempt was made")
-        for attempt in range(self._retries + 1):
-            current = Admission(
-                index=admission.index,
-                prompt=admission.prompt,
-                seed=admission.seed,
-                version=admission.version,
-                attempt=attempt,
-            )
-            group = await self._attempt(current)
+        group = await self._attempt(admission)
+        for _ in range(self._retries):
             if group.failure is None:
-                return group
+                break
+            self._on_retry(group)
+            group = await self._attempt(replace(group.admission, attempt=group.admission.attempt + 1))
         return group
 
     async def _attempt(self, admission: Admission) -> Group:
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s) as limit:
                 return await self._environment.run(admission)
-        except TimeoutError:
-            reason = f"no group within {self._timeout_s:g} s (queue.rollout_timeout_s)"
         except Exception as error:
             cause = _innermost(error)
             if isinstance(cause, NearpolicyError):  # a dead engine or a broken contract concerns every group
                 raise cause from error
-            reason = f"the environment raised {type(cause).__name__}: {cause}"
+            if limit.expired():
+                notes = getattr(error.__cause__, "__notes__", [])
+                reason = ": ".join([f"no group within {self._timeout_s:g} s (queue.rollout_timeout_s)", *notes])
+            else:
+                reason = f"the environment raised {type(cause).__name__}: {cause}"
         return Group(admission=admission, failure=reason)
 
 

@@ -1,0 +1,253 @@
+"""The default environment and the bounds around any: samples keep their own scores, failures cost their group."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+
+import numpy as np
+import pytest
+
+from nearpolicy.environments.single_turn import Bounded, SingleTurn
+from nearpolicy.errors import EngineError
+from nearpolicy.records import Admission, Finish, Group, Outcome, Prompt, Rollout, Verdict
+from nearpolicy.roles import Capabilities, Completion, Request, Sampling
+
+ADMISSION = Admission(index=17, prompt=Prompt(id="q", task="sums", text="2 + 2 ="), seed=5, version=3)
+
+
+class Generator:
+    """Gives sample i the tokens [10 + i, 99], in the order it is told; what is in ``failing`` fails."""
+
+    def __init__(self, order=(0, 1, 2, 3), *, failing=(), empty=(), never=()) -> None:
+        self.order, self.failing, self.empty, self.never = order, failing, empty, never
+        self.requests: list[Request] = []
+        self.left_early = 0
+
+    async def submit(self, request: Request) -> AsyncIterator[Completion]:
+        self.requests.append(request)
+        try:
+            for sample in self.order:
+                if sample in self.never:
+                    await asyncio.Event().wait()
+                await asyncio.sleep(0)
+                failed = sample in self.failing
+                tokens = [] if failed or sample in self.empty else [10 + sample, 99]
+                yield Completion(
+                    request=request.id,
+                    sample=sample,
+                    token_ids=np.array(tokens, dtype=np.int32),
+                    logprobs=-np.ones(len(tokens), dtype=np.float32),
+                    versions=np.full(len(tokens), 3, dtype=np.int32),
+                    finish=Finish.FAILED if failed else Finish.STOP,
+                    reason="no page of memory" if failed else "",
+                )
+        except (asyncio.CancelledError, GeneratorExit):
+            self.left_early += 1
+            raise
+
+    def capabilities(self) -> Capabilities:
+        names = ("seeded", "batch_invariant", "resumable", "in_flight_update", "prefix_cache", "adapters")
+        return Capabilities(numerics="exact", proof="fingerprint", **dict.fromkeys(names, True))
+
+
+class Verifier:
+    """Scores sample i with i / 10; sample ``order[0]`` answers first, then ``order[1]``, and so on."""
+
+    def __init__(self, order=(0, 1, 2, 3), *, failing=(), raising=(), silent=()) -> None:
+        self.order, self.failing, self.raising, self.silent = order, failing, raising, silent
+        self.answered: list[int] = []
+        self.asked: list[str] = []
+
+    async def score(self, prompt: Prompt, rollout: Rollout) -> Mapping[str, Verdict]:
+        sample = rollout.sample
+        self.asked.append(rollout.text)
+        if sample in self.silent:
+            await asyncio.Event().wait()
+        if sample in self.raising:
+            raise ZeroDivisionError("user code")
+        while len(self.answered) < len(self.order) and self.order[len(self.answered)] != sample:
+            await asyncio.sleep(0)
+        self.answered.append(sample)
+        if sample in self.failing:
+            return {"number": Verdict.failed("worker died")}
+        return {"number": Verdict.scored(sample / 10)}
+
+
+def reward_of(verdicts: Mapping[str, Verdict], task: str) -> float | None:
+    assert task == "sums"
+    return verdicts["number"].value
+
+
+def single_turn(generator: Generator, verifier: Verifier, n: int = 4) -> SingleTurn:
+    return SingleTurn(
+        generator,
+        verifier,
+        render=lambda prompt: np.array([1, 2, 3], dtype=np.int32),
+        decode=lambda ids: "".join(chr(i + 55) for i in ids if i != 99),
+        reward_of=reward_of,
+        sampling=Sampling(stop_token_ids=(99,)),
+        n=n,
+    )
+
+
+def run(environment, admission: Admission = ADMISSION) -> Group:
+    async def bounded() -> Group:
+        async with asyncio.timeout(20):
+            return await environment.run(admission)
+
+    return asyncio.run(bounded())
+
+
+def test_scores_are_matched_by_sample_whatever_order_generation_and_scoring_end_in():
+    verifier = Verifier(order=(3, 1, 0, 2))
+    group = run(single_turn(Generator(order=(2, 0, 3, 1)), verifier))
+    assert verifier.answered == [3, 1, 0, 2]
+    assert group.rewards == (0.0, 0.1, 0.2, 0.3)
+    assert [rollout.sample for rollout in group.rollouts] == [0, 1, 2, 3]
+    assert [rollout.segments[0].token_ids.tolist() for rollout in group.rollouts] == [[10 + i, 99] for i in range(4)]
+    assert [rollout.text for rollout in group.rollouts] == ["A", "B", "C", "D"]
+    assert [verdicts["number"].value for verdicts in group.verdicts] == [0.0, 0.1, 0.2, 0.3]
+    assert group.failure is None
+
+
+def test_the_request_carries_what_decides_the_random_numbers():
+    generator = Generator()
+    run(Bounded(single_turn(generator, Verifier()), timeout_s=10, retries=0))
+    [request] = generator.requests
+    assert (request.seed, request.admission, request.turn, request.purpose, request.n) == (5, 17, 0, "rollout", 4)
+    assert request.token_ids.tolist() == [1, 2, 3]
+
+
+def test_what_was_sampled_is_what_is_kept_the_stop_token_included():
+    segment = run(single_turn(Generator(), Verifier())).rollouts[2].segments[0]
+    assert segment.context_ids.tolist() == [1, 2, 3]
+    assert segment.token_ids.tolist() == [12, 99]
+    assert segment.mask.tolist() == [True, True]
+    assert segment.behavior_logprobs.tolist() == [-1.0, -1.0]
+    assert segment.versions.tolist() == [3, 3]
+    assert segment.finish is Finish.STOP
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 1, 2, 2), (0, 1, 2, 3, 4)])
+def test_a_generator_that_does_not_answer_each_sample_once_is_an_error_not_a_group(order):
+    environment = Bounded(single_turn(Generator(order), Verifier(order=())), timeout_s=10, retries=3)
+    with pytest.raises(EngineError, match=r"request '17.0' of 4 samples with \[0, 1, 2"):
+        run(environment)
+
+
+def test_a_failed_completion_has_no_reward_and_the_others_are_used():
+    verifier = Verifier(order=(0, 1, 3))
+    generator = Generator(failing={2})
+    group = run(Bounded(single_turn(generator, verifier), timeout_s=10, retries=2))
+    assert group.rewards == (0.0, 0.1, None, 0.3)
+    assert group.failure is None
+    assert len(generator.requests) == 1
+    assert verifier.asked == ["A", "B", "D"]  # nobody was asked to judge what does not exist
+
+
+def test_an_empty_completion_is_not_judged_and_has_no_reward():
+    verifier = Verifier(order=(1, 2, 3))
+    group = run(single_turn(Generator(empty={0}), verifier))
+    assert group.rewards == (None, 0.1, 0.2, 0.3)
+    assert group.verdicts[0] == {}
+
+
+def test_a_failed_verdict_is_never_a_number():
+    group = run(single_turn(Generator(), Verifier(failing={1})))
+    assert group.rewards == (0.0, None, 0.2, 0.3)
+    assert group.verdicts[1]["number"].outcome is Outcome.FAILED
+
+
+def test_a_group_with_one_survivor_is_retried_with_the_same_index_and_then_dropped():
+    generator = Generator(failing={0, 1, 3})
+    told: list[Group] = []
+    verifier = Verifier(order=(2,))
+    environment = Bounded(single_turn(generator, verifier), timeout_s=10, retries=2, on_retry=told.append)
+    group = run(environment)
+    assert group.failure == "fewer than two of 4 rollouts were scored (no page of memory)"
+    assert (group.admission.index, group.admission.attempt) == (17, 2)
+    assert [request.id for request in generator.requests] == ["17.0", "17.1", "17.2"]
+    assert {(request.admission, request.seed) for request in generator.requests} == {(17, 5)}
+    assert [(g.admission.attempt, g.num_sampled) for g in told] == [(0, 2), (1, 2)]
+    assert [rollout.num_sampled for rollout in group.rollouts] == [0, 0, 2, 0]  # its tokens keep a fate
+
+
+def test_a_group_whose_verifier_fails_says_which_source_and_why():
+    group = run(single_turn(Generator(), Verifier(failing={0, 1, 2})))
+    assert group.failure == "fewer than two of 4 rollouts were scored (number: worker died)"
+
+
+class Flaky:
+    """A user's environment that raises in its first attempts."""
+
+    def __init__(self, error: Exception, times: int) -> None:
+        self.error, self.times = error, times
+        self.admissions: list[Admission] = []
+
+    async def run(self, admission: Admission) -> Group:
+        self.admissions.append(admission)
+        if len(self.admissions) <= self.times:
+            raise self.error
+        return Group(admission=admission, rewards=(0.0, 1.0))
+
+
+def test_an_environment_that_raises_once_is_asked_again_under_the_same_index():
+    flaky = Flaky(KeyError("answer"), times=1)
+    group = run(Bounded(flaky, timeout_s=10, retries=1))
+    assert group.failure is None
+    assert [(a.index, a.attempt, a.seed, a.version) for a in flaky.admissions] == [(17, 0, 5, 3), (17, 1, 5, 3)]
+    assert group.admission.attempt == 1
+
+
+def test_an_environment_that_always_raises_costs_its_group_only():
+    flaky = Flaky(KeyError("answer"), times=100)
+    group = run(Bounded(flaky, timeout_s=10, retries=2))
+    assert group.failure == "the environment raised KeyError: 'answer'"
+    assert (len(flaky.admissions), group.rollouts, group.admission.attempt) == (3, (), 2)
+
+
+def test_a_users_own_timeout_is_told_apart_from_ours():
+    group = run(Bounded(Flaky(TimeoutError("the tool server is slow"), times=100), timeout_s=10, retries=0))
+    assert group.failure == "the environment raised TimeoutError: the tool server is slow"
+
+
+def test_the_first_error_inside_concurrent_parts_is_the_reason():
+    group = run(Bounded(single_turn(Generator(), Verifier(order=(), raising={1})), timeout_s=10, retries=0))
+    assert group.failure == "the environment raised ZeroDivisionError: user code"
+
+
+def test_a_dead_engine_ends_the_run_instead_of_failing_every_group():
+    flaky = Flaky(EngineError("the engine stopped"), times=100)
+    with pytest.raises(EngineError, match="the engine stopped"):
+        run(Bounded(flaky, timeout_s=10, retries=5))
+    assert len(flaky.admissions) == 1
+
+
+def test_a_rollout_that_never_ends_is_named_and_its_group_retried():
+    generator = Generator(order=(0, 1, 2, 3, 4, 6, 7, 5), never={5})
+    environment = Bounded(single_turn(generator, Verifier(order=()), n=8), timeout_s=0.05, retries=1)
+    group = run(environment)
+    assert group.failure == ("no group within 0.05 s (queue.rollout_timeout_s): samples [5] of 8 were not generated")
+    assert len(generator.requests) == 2
+    assert generator.left_early == 2  # the generator is told to stop
+
+
+def test_a_verifier_that_never_answers_is_named():
+    environment = Bounded(single_turn(Generator(), Verifier(order=(), silent={2})), timeout_s=0.05, retries=0)
+    assert run(environment).failure == (
+        "no group within 0.05 s (queue.rollout_timeout_s): samples [2] of 4 were not judged"
+    )
+
+
+def test_ending_the_run_is_not_taken_for_a_failure():
+    async def scenario() -> None:
+        environment = Bounded(single_turn(Generator(never={1}), Verifier(order=())), timeout_s=10, retries=5)
+        task = asyncio.create_task(environment.run(ADMISSION))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(scenario())
