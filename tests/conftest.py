@@ -1,4 +1,4 @@
-"""Before anything loads torch: the process settings of the product, and a cache for tiny models that nobody else sees."""
+"""Before anything loads torch: the settings of the process, and a cache of tiny models that nobody else sees."""
 
 from __future__ import annotations
 

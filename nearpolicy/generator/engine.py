@@ -43,7 +43,7 @@ class EngineLimits:
     def sized(
         cls, policy: PolicyModel, *, max_running: int, prefill_chunk: int, max_length: int, kv_memory_mb: float | None
     ) -> EngineLimits:
-        """Pages for ``max_running`` sequences of ``max_length`` tokens and as many prompts, or what the memory allows."""
+        """Pages for ``max_running`` sequences of ``max_length`` tokens and their prompts, or what the memory allows."""
         if kv_memory_mb is None:
             num_pages = (max_running + max(1, max_running // 4)) * pages_for(max_length)
         else:
@@ -73,7 +73,7 @@ class Engine:
         parameter = next(policy.parameters())
         self._store = KeyValueStore(attention_shapes(policy), limits.num_pages, parameter.dtype, parameter.device)
         self._numerics = numerics
-        self._threads = threads
+        self.threads = threads
         self._decode = decode
         self._emit = on_event or (lambda *_, **__: None)
 
@@ -146,8 +146,8 @@ class Engine:
 
     def _forward(self, pieces: list[Piece], completing: list[Piece]) -> Tensor:
         """[len(completing), V] logits after the last token of every completing piece."""
-        ids = [piece.work.token(p) for piece in pieces for p in range(piece.span.start, piece.span.start + piece.span.length)]
-        num_rows = self._numerics.rows(len(ids), self._threads)
+        ids = [p.work.token(i) for p in pieces for i in range(p.span.start, p.span.start + p.span.length)]
+        num_rows = self._numerics.rows(len(ids), self.threads)
         context = PagedContext(self._store, [p.span for p in pieces], num_rows)
         input_ids = torch.tensor(ids + [ids[0]] * (num_rows - len(ids)))
         hidden = self.policy.hidden(input_ids, context.positions, context)
@@ -155,7 +155,7 @@ class Engine:
             return hidden.new_empty(0, 0)
         ends = dict(zip(map(id, pieces), np.cumsum([p.span.length for p in pieces]) - 1, strict=True))
         wanted = [int(ends[id(p)]) for p in completing]
-        padding = [wanted[0]] * (self._numerics.rows(len(wanted), self._threads) - len(wanted))
+        padding = [wanted[0]] * (self._numerics.rows(len(wanted), self.threads) - len(wanted))
         return self.policy.head(hidden[wanted + padding])[: len(wanted)]
 
     def _draw(self, sequences: list[Sequence], logits: Tensor) -> list[Completion]:
@@ -178,7 +178,7 @@ class Engine:
 
     def _append(self, sequence: Sequence, token: int, logprob: float) -> Completion | None:
         """Add a drawn token; the completion if it is the last one."""
-        if not logprob <= 0.0:  # NaN compares false
+        if not float("-inf") < logprob <= 0.0:  # NaN compares false
             return _completion(sequence, Finish.FAILED, f"the model gave no finite log-probability ({logprob})")
         sequence.tokens.append(token)
         sequence.logprobs.append(logprob)

@@ -60,7 +60,9 @@ class PagePool:
 class KeyValueStore:
     """Per layer: keys [pages, KV, PAGE, D] and values with the column of ones [pages, KV, PAGE, Dv + 1]."""
 
-    def __init__(self, layers: dict[int, AttentionShape], num_pages: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, layers: dict[int, AttentionShape], num_pages: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         def zeros(shape: AttentionShape, width: int) -> Tensor:
             return torch.zeros(num_pages + 1, shape.kv_heads, PAGE, width, dtype=dtype, device=device)
 
@@ -131,7 +133,9 @@ class PagedContext:
 class _Block:
     """Spans padded to one length."""
 
-    def __init__(self, query_rows: Tensor | slice, packed_rows: np.ndarray, queries: Queries, table: np.ndarray) -> None:
+    def __init__(
+        self, query_rows: Tensor | slice, packed_rows: np.ndarray, queries: Queries, table: np.ndarray
+    ) -> None:
         self._query_rows = query_rows
         self.packed_rows = packed_rows
         """[n * R] packed row of each query, -1 for padding."""

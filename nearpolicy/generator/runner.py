@@ -5,8 +5,8 @@
     async for completion           <- call_soon  <- as each sequence ends
 
 The thread never waits while there is work. When it ends, by `close` or by an exception, everybody who still waits gets
-an `EngineError` that says why, and so does every later call. A caller may be cancelled at any moment: a command that has
-not begun by then is not carried out, and what a request still computes is aborted.
+an `EngineError` that says why, and so does every later call. A caller may be cancelled at any moment: a command not
+begun by then is not carried out, and what a request still computes is aborted.
 """
 
 from __future__ import annotations
@@ -111,6 +111,10 @@ class EngineRunner:
     async def resume(self) -> None:
         await self._call(lambda: self._set_paused(False))
 
+    async def set_threads(self, threads: int) -> None:
+        """Threads inside one operation from now on; with exact numerics the bits do not depend on it."""
+        await self._call(lambda: self._set_threads(threads))
+
     async def load(self, weights: Weights) -> Mapping[str, str]:
         """Compute under these weights from now on. Cancelled before that began, it leaves the old ones in place."""
         done: Future[Mapping[str, str]] = Future()
@@ -146,8 +150,8 @@ class EngineRunner:
     # Everything below runs in the engine's thread.
 
     def _run(self, threads: int) -> None:
-        torch.set_num_threads(threads)
         torch.set_flush_denormal(True)
+        self._set_threads(threads)
         try:
             while self._obey():
                 self._load_if_due()
@@ -190,6 +194,10 @@ class EngineRunner:
     def _leave(self, request_id: str, subscriber: _Subscriber) -> None:
         if self._subscribers.get(request_id) is subscriber:  # not another request of the same name
             self._abort({request_id})
+
+    def _set_threads(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self._engine.threads = threads
 
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused

@@ -54,8 +54,8 @@ def sampled_logprobs(logits: Tensor, sampling: Sampling) -> Tensor:
     """
     if sampling.temperature == 0:
         best = logits.argmax(dim=-1, keepdim=True)
-        certain = torch.where(logits.gather(1, best).isfinite(), 0.0, float("nan"))
-        return torch.full_like(logits, float("-inf"), dtype=torch.float32).scatter_(1, best, certain)
+        point = torch.full_like(logits, float("-inf"), dtype=torch.float32).scatter_(1, best, 0.0)
+        return point.masked_fill(~logits.gather(1, best).isfinite(), float("nan"))
     logprobs = log_softmax(logits, sampling.temperature)
     kept = kept_tokens(logprobs, sampling)
     if kept is None:

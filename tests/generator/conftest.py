@@ -16,6 +16,5 @@ def _one_thread():
     """Every test begins as a role of the product does; tests of threads set their own number."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
     yield
     torch.set_num_threads(before)

@@ -30,22 +30,23 @@ DENSE: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
 }
+_LATENT = {  # compressed keys and values
+    "num_key_value_heads": 4,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 64,
+}
+DENSE["deepseek_v3-dense"] = {**_LATENT, "first_k_dense_replace": 2}
 MIXTURES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"sliding_window": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "deepseek_v3": {
-        "num_key_value_heads": 4,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 32,
-        "kv_lora_rank": 32,
-        "q_lora_rank": 32,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "moe_intermediate_size": 64,
-    },
+    "deepseek_v3": {**_LATENT, "first_k_dense_replace": 1},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
 }
@@ -88,7 +89,7 @@ LOUD = 0.15
 def folder(family: str, *, std: float = LOUD, seed: int = 0, **more: Any) -> str:
     """A Hugging Face folder with random weights."""
     options = {**FIT, **UNFIT}[family] | {"initializer_range": std} | more
-    return str(resolve(f"random:{family}", options, seed))
+    return str(resolve(f"random:{family.partition('-')[0]}", options, seed))
 
 
 def fresh(family: str = "llama", **options: Any) -> PolicyModel:
@@ -96,7 +97,7 @@ def fresh(family: str = "llama", **options: Any) -> PolicyModel:
     return load_policy(folder(family, **options), known_to_fit=True)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def shared(family: str = "llama", **options: Any) -> PolicyModel:
     """A model that several tests read and none changes."""
     return fresh(family, **options)
@@ -105,7 +106,7 @@ def shared(family: str = "llama", **options: Any) -> PolicyModel:
 def exact_numerics(policy: PolicyModel, threads: int = 1) -> Numerics:
     found = probe_model(policy, threads)
     if found is None or found.max_threads < threads:
-        pytest.skip(f"this machine has no exact matrix products with {threads} threads for {type(policy.model).__name__}")
+        pytest.skip(f"no exact matrix products with {threads} threads on this machine")
     return found
 
 
