@@ -129,8 +129,9 @@ class Engine:
                 if isinstance(piece.work, PromptState):
                     piece.work.logits = rows[i : i + 1].clone()
             decoded = [i for i, p in enumerate(completing) if isinstance(p.work, Sequence)]
-            drawing += [completing[i].work for i in decoded]
-            logits.append(rows if len(decoded) == len(rows) else rows[decoded])
+            if decoded:
+                drawing += [completing[i].work for i in decoded]
+                logits.append(rows if len(decoded) == len(rows) else rows[decoded])
             for piece in pieces:
                 self.scheduler.computed(piece)
         for start in self.scheduler.start_ready():
