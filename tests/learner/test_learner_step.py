@@ -1,0 +1,411 @@
+"""Loss, gradient and update depend on the samples, not on how they are cut; the numbers are those of plain float64."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from learner_cases import (
+    FixedLogits,
+    batch_of,
+    constant_row,
+    gradients,
+    learner,
+    model_folder,
+    random_rows,
+    reference,
+    reference_logprobs,
+    weights,
+)
+
+from nearpolicy.generator.sampling import sampled_logprobs
+from nearpolicy.learner.config import LearnerConfig
+from nearpolicy.learner.optimizer import MasterAdamW
+from nearpolicy.learner.schedule import learning_rate
+from nearpolicy.learner.step import TokenStats
+from nearpolicy.objectives.aggregation import token_shares
+from nearpolicy.objectives.config import ObjectiveConfig
+from nearpolicy.objectives.objective import Objective, Supervised
+from nearpolicy.records import Row
+from nearpolicy.roles import Sampling
+
+
+class GivenLosses:
+    """Every token's loss is its advantage times a parameter ``w`` that starts at 1."""
+
+    skips_zero_advantage = False
+
+    def __init__(self, loss_agg: str = "token_mean", max_length: int = 10) -> None:
+        self.w = torch.nn.Parameter(torch.ones(()))
+        self._loss_agg, self._max_length = loss_agg, max_length
+
+    def shares(self, trained_tokens):
+        return token_shares(trained_tokens, self._loss_agg, self._max_length)
+
+    def token_losses(self, logprobs, proximal_logprobs, behavior_logprobs, advantages):
+        return advantages * self.w + 0.0 * logprobs, {"policy/kl_reference": advantages}
+
+
+def loss_and_slope(objective: GivenLosses, rows, budget: int) -> tuple[float, float, TokenStats]:
+    stats = TokenStats()
+    own = learner(policy=FixedLogits([0.0, 0.0]), objective=objective, max_tokens_per_microbatch=budget)
+    own.forward_backward(range(len(rows)), objective, rows, None, stats)
+    return stats.loss, float(objective.w.grad), stats
+
+
+LAYOUTS = {"one batch": (0, 1, 100), "two micro-batches": (0, 1, 2), "B before A": (1, 0, 100)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("loss_agg", "right"), [("token_mean", 1.75), ("seq_mean_token_mean", 2.5), ("seq_mean_token_sum_norm", 0.7)]
+)
+def test_the_loss_is_the_documented_mean_in_every_layout(loss_agg, right, layout):
+    first, second, budget = LAYOUTS[layout]
+    rows = [constant_row(0, 6, 1.0), constant_row(1, 2, 4.0)]
+    loss, slope, _ = loss_and_slope(GivenLosses(loss_agg), [rows[first], rows[second]], budget)
+    assert (loss, slope) == (pytest.approx(right, abs=1e-6), pytest.approx(right, abs=1e-6))
+
+
+@pytest.mark.parametrize("budget", [100, 6, 1])
+def test_gradient_accumulation_never_changes_the_gradient(budget):
+    rows = [constant_row(i, i, float(i)) for i in (1, 2, 3, 4)]
+    assert loss_and_slope(GivenLosses(), rows, budget)[1] == pytest.approx(3.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("budget", [100, 2])
+def test_a_logged_mean_is_a_mean_over_tokens_for_every_cut(budget):
+    rows = [constant_row(0, 6, 0.1), constant_row(1, 2, 0.5)]
+    stats = loss_and_slope(GivenLosses(), rows, budget)[2]
+    assert stats.means()["policy/kl_reference"] == pytest.approx(0.2, abs=1e-6)
+
+
+def update(rows, *, order=None, objective=None, **options) -> tuple[float, torch.Tensor, TokenStats]:
+    """Loss, gradient and sums of one update over the rows."""
+    rows = [rows[i] for i in order] if order is not None else rows
+    own = learner(objective=objective, **options)
+    stats = TokenStats()
+    own.forward_backward(range(len(rows)), own.objective, rows, None, stats)
+    return stats.loss, gradients(own.policy), stats
+
+
+def close(found: tuple, right: tuple, tolerance: float = 1e-5) -> None:
+    assert abs(found[0] - right[0]) <= tolerance * max(1e-3, abs(right[0]))
+    gradient, exact = found[1].double(), right[1].double()
+    assert (gradient - exact).norm() <= tolerance * exact.norm()
+
+
+@pytest.mark.parametrize(
+    ("loss_agg", "temperature"),
+    [("token_mean", 1.0), ("seq_mean_token_mean", 0.7), ("seq_mean_token_sum_norm", 1.3)],
+)
+def test_loss_and_gradient_are_those_of_a_plain_float64_forward(loss_agg, temperature):
+    rows = random_rows(1)
+    right = reference(model_folder(), rows, temperature=temperature, loss_agg=loss_agg)
+    close(update(rows, objective=ObjectiveConfig(loss_agg=loss_agg), temperature=temperature), right)
+
+
+@pytest.mark.parametrize("budget", [1, 24, 60, 4096])
+def test_the_micro_batch_budget_changes_nothing(budget):
+    rows = random_rows(2)
+    close(update(rows, max_tokens_per_microbatch=budget), reference(model_folder(), rows))
+
+
+def test_the_order_of_rows_and_whether_they_share_their_context_changes_nothing():
+    rows = random_rows(3)
+    right = reference(model_folder(), rows)
+    for seed in range(3):
+        order = list(range(len(rows)))
+        random.Random(seed).shuffle(order)
+        close(update(rows, order=order), right)
+    interleaved = sorted(range(len(rows)), key=lambda i: rows[i].sample)  # no two neighbours have one context
+    close(update(rows, order=interleaved), right)
+
+
+def test_rows_of_one_prompt_go_through_the_model_with_the_prompt_once():
+    rows = random_rows(3, groups=1, size=4)
+    own = learner()
+    [packed] = own._packed(rows, range(4))
+    assert len(packed.input_ids) == len(rows[0].segment.context_ids) + sum(len(r.segment.token_ids) - 1 for r in rows)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_an_update_has_the_same_bits_with_one_and_with_two_threads(max_norm):
+    folder = model_folder(hidden_size=256, intermediate_size=512, num_attention_heads=4, head_dim=64)
+    rows = random_rows(4)
+    results = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        own = learner(folder=folder, threads=threads, max_grad_norm=max_norm)
+        own.forward_backward(range(len(rows)), own.objective, rows, None, TokenStats())
+        gradient = gradients(own.policy)
+        norm = own.optim_step(1e-3)
+        results.append((gradient, norm, weights(own.policy)))
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
+    assert torch.equal(results[0][2], results[1][2])
+
+
+def test_activation_checkpointing_gives_the_same_bits():
+    rows = random_rows(5)
+    plain, saving = update(rows), update(rows, activation_checkpointing=True)
+    assert plain[0] == saving[0]
+    assert torch.equal(plain[1], saving[1])
+
+
+def test_with_one_update_clipping_and_the_plain_policy_gradient_are_the_same():
+    rows = random_rows(6)
+    clip, plain = update(rows), update(rows, objective=ObjectiveConfig(loss="pg"))
+    assert (clip[1] - plain[1]).norm() <= 1e-6 * plain[1].norm()
+    assert clip[2].sums["policy/clip_low_share"] == clip[2].sums["policy/clip_high_share"] == 0.0
+
+
+def on_policy(rows, own) -> list[Row]:
+    """The same rows as if ``own`` had sampled them just now."""
+    from dataclasses import replace
+
+    return [
+        replace(row, segment=replace(row.segment, behavior_logprobs=values))
+        for row, values in zip(rows, own.annotate(rows), strict=True)
+    ]
+
+
+class Watching(Objective):
+    """Keeps what every call was given."""
+
+    def token_losses(self, logprobs, proximal_logprobs, behavior_logprobs, advantages):
+        seen.append((logprobs.detach().clone(), proximal_logprobs.clone(), behavior_logprobs.clone()))
+        return super().token_losses(logprobs, proximal_logprobs, behavior_logprobs, advantages)
+
+
+seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+
+@pytest.mark.parametrize(("num_iterations", "minibatches"), [(1, 1), (2, 2)])
+def test_before_the_first_update_the_policy_agrees_with_itself(num_iterations, minibatches):
+    seen.clear()
+    own = learner(
+        folder=model_folder(attention_dropout=0.1),
+        objective=Watching(ObjectiveConfig(), 12),
+        num_iterations=num_iterations,
+        minibatches=minibatches,
+        max_tokens_per_microbatch=4096,
+    )
+    rows = on_policy(random_rows(7, groups=4), own)
+    report = own.step(batch_of(rows))
+    now, proximal, behavior = seen[0]
+    assert torch.equal(now, proximal)
+    assert torch.equal(proximal, behavior)
+    assert report.metrics["mismatch/logprob_diff_max"] == 0.0
+    assert report.metrics["mismatch/ess"] == 1.0
+    assert report.metrics["correction/weight_mean"] == 1.0
+    if num_iterations == minibatches == 1:
+        assert report.metrics["policy/clip_low_share"] == report.metrics["policy/clip_high_share"] == 0.0
+    else:
+        assert not torch.equal(seen[-1][0], seen[-1][1])  # by the last update the policy has moved
+
+
+def test_a_step_makes_iterations_times_minibatches_updates_against_its_own_start():
+    seen.clear()
+    objective = Watching(ObjectiveConfig(), 12)
+    own = learner(objective=objective, num_iterations=3, minibatches=2, max_tokens_per_microbatch=4096)
+    rows = random_rows(8, groups=4)
+    for step in range(2):
+        start = own.annotate(rows)
+        report = own.step(batch_of(rows, step=step))
+        assert (report.version, report.updates) == (step + 1, 6 * (step + 1))
+        calls = seen[6 * step :]
+        assert len(calls) == 6
+        parts = [[i for i in range(len(rows)) if rows[i].group in groups] for groups in ((0, 1), (2, 3))]
+        for number, (_, proximal, _) in enumerate(calls):
+            wanted = np.concatenate([start[i][rows[i].trained] for i in parts[number % 2]])
+            assert np.array_equal(proximal.numpy(), wanted)
+    assert not torch.equal(seen[0][1], seen[6][1])  # the second step has a start of its own
+
+
+def test_minibatches_divide_by_their_own_tokens():
+    rows = random_rows(9, groups=2)
+    own = learner(minibatches=2)
+    halves = [[row for row in rows if row.group == group] for group in (0, 1)]
+    expected = sum(reference(model_folder(), half)[0] for half in halves)
+    stats = TokenStats()
+    for half in ([0, 1, 2, 3], [4, 5, 6, 7]):
+        own.forward_backward(half, own.objective, rows, None, stats)
+    assert stats.loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_groups_without_signal_skip_the_forward_pass_and_change_nothing():
+    class Thorough(Objective):
+        skips_zero_advantage = False
+
+    rows = random_rows(10, groups=4, signal=[True, False, False, True])
+    skipping, thorough = update(rows), update(rows, objective=Thorough(ObjectiveConfig(), 12))
+    right = reference(model_folder(), rows)  # all tokens stay in the divisor
+    close(skipping, right)
+    close(thorough, right)
+    useful = sum(int(row.trained.sum()) for row in rows if row.group in (0, 3))
+    assert skipping[2].tokens == useful < thorough[2].tokens
+
+
+@pytest.mark.parametrize("rows", [[], random_rows(11, signal=[False] * 3)], ids=["no row", "no signal"])
+def test_a_batch_with_nothing_to_learn_is_a_step_without_update(rows):
+    own = learner(weight_decay=0.5)
+    before = weights(own.policy)
+    report = own.step(batch_of(rows, places=3))
+    assert (report.version, report.updates) == (1, 0)
+    assert torch.equal(weights(own.policy), before)
+    assert report.metrics["policy/loss"] == 0.0
+    assert all(math.isfinite(value) for value in report.metrics.values())
+    assert "policy/grad_norm" not in report.metrics
+
+
+def test_rows_whose_tokens_are_all_masked_do_no_harm():
+    from dataclasses import replace
+
+    rows = random_rows(12)
+    masked = [replace(r, trained=r.trained & False, advantages=r.advantages * 0) if r.group == 1 else r for r in rows]
+    rest = [row for row in rows if row.group != 1]
+    close(update(masked), reference(model_folder(), rest))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_is_counted_and_not_applied(bad):
+    class Poisoned(Objective):
+        def token_losses(self, *arguments):
+            losses, named = super().token_losses(*arguments)
+            return (losses * bad if poison else losses), named
+
+    own, clean = (learner(objective=Poisoned(ObjectiveConfig(), 12)) for _ in range(2))
+    rows = random_rows(13)
+    before = weights(own.policy)
+    poison = True
+    report = own.step(batch_of(rows))
+    assert torch.equal(weights(own.policy), before)
+    assert (report.metrics["policy/skipped_updates"], report.updates, report.version) == (1.0, 0, 1)
+    assert not math.isfinite(report.metrics["policy/grad_norm"])
+    poison = False
+    assert own.step(batch_of(rows, step=1)).metrics["policy/skipped_updates"] == 0.0
+    clean.step(batch_of(rows))
+    assert torch.equal(weights(own.policy), weights(clean.policy))  # nothing of it stays in the moments
+
+
+def test_engine_and_learner_score_a_token_under_the_same_temperature():
+    policy = FixedLogits([2.0, 1.0, 0.0])
+    [[found]] = learner(policy=policy, temperature=0.5).annotate([constant_row(0, 1, 1.0)])
+    drawn = sampled_logprobs(policy.logits.detach()[None], Sampling(temperature=0.5))[0, 0]
+    assert found == pytest.approx(-0.142932, abs=1e-6)
+    assert found == float(drawn)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.3])
+def test_annotated_logprobs_are_those_of_plain_transformers_and_0_where_nothing_is_trained(temperature):
+    from transformers import AutoModelForCausalLM
+
+    rows = random_rows(14)
+    model = AutoModelForCausalLM.from_pretrained(model_folder(), dtype=torch.float64, attn_implementation="eager")
+    with torch.no_grad():
+        for row, found in zip(rows, learner(temperature=temperature).annotate(rows), strict=True):
+            right = reference_logprobs(model, row, temperature).numpy()
+            np.testing.assert_allclose(found[row.trained], right[row.trained], atol=1e-5)
+            assert not found[~row.trained].any()
+
+
+def test_supervised_loss_is_the_mean_negative_log_likelihood():
+    from transformers import AutoModelForCausalLM
+
+    rows = random_rows(15)
+    model = AutoModelForCausalLM.from_pretrained(model_folder(), dtype=torch.float64, attn_implementation="eager")
+    with torch.no_grad():
+        kept = [reference_logprobs(model, row)[torch.from_numpy(row.trained.copy())] for row in rows]
+    own = learner()
+    assert own.supervised_step(rows, Supervised(), 1e-2) == pytest.approx(-float(torch.cat(kept).mean()), rel=1e-5)
+    assert (own.version, own.updates) == (0, 0)
+    again = own.supervised_step(rows, Supervised(), 1e-2)
+    assert again < -float(torch.cat(kept).mean()) - 0.01  # it learns
+
+
+# The schedule and the optimizer.
+
+
+def test_warm_up_reaches_the_peak_in_a_straight_line():
+    rates = [learning_rate(step, peak=1e-3, schedule="constant", warmup_steps=10, total_steps=20) for step in range(12)]
+    assert rates[6] == pytest.approx(7e-4)
+    assert rates[0] == pytest.approx(1e-4)
+    assert rates[9:] == pytest.approx([1e-3] * 3)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "right"), [("linear", [1, 0.75, 0.5, 0.25, 0]), ("cosine", [1, 0.8535534, 0.5, 0.1464466, 0])]
+)
+def test_the_rate_falls_to_0_at_the_last_step(schedule, right):
+    rates = [
+        learning_rate(step, peak=1.0, schedule=schedule, warmup_steps=2, total_steps=10) for step in (2, 4, 6, 8, 10)
+    ]
+    assert rates == pytest.approx(right, abs=1e-6)
+
+
+def test_the_learner_follows_its_schedule_and_says_so():
+    own = learner(learning_rate=1e-3, warmup_steps=4, lr_schedule="linear", total_steps=8)
+    rows = random_rows(16, groups=1)
+    rates, moved = [], []
+    for step in range(8):
+        before = weights(own.policy)
+        rates.append(own.step(batch_of(rows, step=step)).metrics["learner/learning_rate"])
+        moved.append(float((weights(own.policy) - before).abs().max()))
+    assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3, 7.5e-4, 5e-4, 2.5e-4])
+    assert moved[0] == pytest.approx(2.5e-4, rel=1e-2)  # AdamW's first update moves a weight by the rate
+
+
+class One(torch.nn.Module):
+    def __init__(self, values, dtype=torch.float32) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.tensor(values, dtype=dtype))
+
+
+def test_low_precision_weights_keep_float32_masters_so_that_small_updates_add_up():
+    model = One([1.0], torch.bfloat16)
+    adamw = MasterAdamW(model, LearnerConfig())
+    for _ in range(50):
+        model.w.grad = torch.ones_like(model.w)
+        adamw.step(1e-3, None)  # each one is less than half the distance between two bfloat16 numbers
+    [master] = adamw.state_dict()["masters"]
+    assert float(master.detach()) == pytest.approx(0.95, abs=1e-4)
+    assert torch.equal(model.w.detach(), master.to(torch.bfloat16))
+
+
+def test_a_bfloat16_model_trains_with_masters():
+    own = learner(dtype=torch.bfloat16, learning_rate=1e-5)
+    rows = random_rows(17, groups=1)
+    own.step(batch_of(rows))
+    masters = own.optimizer.state_dict()["masters"]
+    parameters = list(own.policy.parameters())
+    assert len(masters) == len(parameters)
+    assert all(m.dtype == torch.float32 for m in masters)
+    assert all(torch.equal(p.detach(), m.to(torch.bfloat16)) for p, m in zip(parameters, masters, strict=True))
+    assert any(not torch.equal(p.detach().float(), m) for p, m in zip(parameters, masters, strict=True))
+
+
+def test_float32_weights_have_no_second_copy():
+    assert MasterAdamW(One([1.0]), LearnerConfig()).state_dict()["masters"] == []
+
+
+@pytest.mark.parametrize(("max_norm", "used"), [(1.0, (0.6, 0.8)), (None, (3.0, 4.0)), (10.0, (3.0, 4.0))])
+def test_gradients_are_scaled_down_to_the_norm_and_the_norm_before_is_told(max_norm, used):
+    model = One([0.0, 0.0])
+    adamw = MasterAdamW(model, LearnerConfig(eps=1.0))
+    model.w.grad = torch.tensor([3.0, 4.0])
+    assert adamw.step(1.0, max_norm) == 5.0
+    # The first update of AdamW is g / (|g| + eps).
+    assert model.w.tolist() == pytest.approx([-g / (g + 1.0) for g in used], abs=1e-5)
+    assert model.w.grad is None
+
+
+def test_weight_decay_is_decoupled():
+    model = One([2.0])
+    adamw = MasterAdamW(model, LearnerConfig(weight_decay=0.1))
+    model.w.grad = torch.zeros(1)
+    adamw.step(0.5, None)
+    assert model.w.tolist() == pytest.approx([2.0 * (1 - 0.5 * 0.1)])
