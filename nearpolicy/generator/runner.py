@@ -118,8 +118,11 @@ class EngineRunner:
     async def load(self, weights: Weights) -> Mapping[str, str]:
         """Compute under these weights from now on. Cancelled before that began, it leaves the old ones in place."""
         done: Future[Mapping[str, str]] = Future()
-        await self._call(lambda: self._loads.append((weights, done, time.monotonic() + self._sync_timeout_s)))
-        return await asyncio.wrap_future(done)
+        try:
+            await self._call(lambda: self._loads.append((weights, done, time.monotonic() + self._sync_timeout_s)))
+            return await asyncio.wrap_future(done)
+        finally:
+            done.cancel()  # changes nothing once it has begun
 
     def capabilities(self) -> Capabilities:
         exact = self._numerics == "exact"

@@ -219,11 +219,23 @@ class Scheduler:
             self.running.append(piece.work)
 
     def _prefill_candidates(self) -> list[Work]:
-        """Interrupted sequences first (they hold up their group), then prompts in order of arrival."""
+        """Interrupted sequences first (they hold up their group), then prompts in order of arrival.
+
+        Prompts are computed only as far ahead as their samples can start: a queue of prompts that took all pages would
+        leave none for the sequences that should decode together.
+        """
         room = self._max_running - len(self.running)
         interrupted = list(self._preempted)[: max(0, room)]
-        prompts = [p for p in self._prompts if p.logits is None and self._may_start(p)]
-        return [*interrupted, *(prompts if room > len(interrupted) else [])]
+        room = min(room - len(interrupted), self.pool.num_free)
+        prompts: list[Work] = []
+        for prompt in self._prompts:
+            if room <= 0 and (self.running or interrupted or prompts):
+                break
+            if self._may_start(prompt):
+                if prompt.logits is None:
+                    prompts.append(prompt)
+                room -= len(prompt.waiting)
+        return [*interrupted, *prompts]
 
     def _may_start(self, prompt: PromptState) -> bool:
         return self.accepts_new and prompt.request.version in (None, self.version)

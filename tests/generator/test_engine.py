@@ -276,7 +276,7 @@ def test_after_a_load_everything_equals_a_fresh_engine_bit_for_bit():
     """K26, with prompts that were computed, half computed, and used before."""
     numerics = families.exact_numerics(families.shared())
     requests = [make_request(length, id=str(length), n=3, admission=length, max_tokens=7) for length in (5, 64, 130)]
-    engine = make_engine(families.fresh(), numerics, max_running=2, prefill_chunk=50)
+    engine = make_engine(families.fresh(), numerics, max_running=4, prefill_chunk=50)
     run(engine, requests)
     for request in requests:
         engine.submit(request)
@@ -289,7 +289,7 @@ def test_after_a_load_everything_equals_a_fresh_engine_bit_for_bit():
     outcome = run(engine)
     expected = run(make_engine(families.shared(seed=1), numerics), requests)
     started_before = {key for key, c in outcome.items() if 0 in c.versions}
-    assert len(started_before) <= 2
+    assert len(started_before) <= 4
     for key in started_before:
         del outcome[key], expected[key]
     assert_same_bits(outcome, expected)
