@@ -12,7 +12,7 @@ from nearpolicy.models.policy import PolicyModel
 
 
 class MasterAdamW:
-    """The optimizer of a policy. Low-precision models keep a float32 copy here, or small updates would be rounded away."""
+    """The optimizer of a policy. Low-precision models keep a float32 copy here: it would round small updates away."""
 
     def __init__(self, policy: PolicyModel, config: LearnerConfig) -> None:
         self._parameters = [p for p in policy.parameters() if p.requires_grad]
@@ -28,7 +28,8 @@ class MasterAdamW:
 
     @torch.no_grad()
     def step(self, rate: float, max_norm: float | None) -> float:
-        """Apply the gradients at this learning rate and clear them; returns their norm. Nothing happens if it is not finite."""
+        """Apply the gradients at this learning rate and clear them; returns their norm. One that is not finite is not
+        applied."""
         for parameter, master in zip(self._parameters, self._masters, strict=True):
             if master is not parameter and parameter.grad is not None:
                 master.grad = parameter.grad.float()

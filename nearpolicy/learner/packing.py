@@ -95,7 +95,7 @@ def pack(rows: Sequence[Row], trees: Sequence[Tree]) -> Packed:
     for tree in trees:
         context = len(tree.context_ids)
         if context == 0:
-            raise ValueError(f"row {tree.rows[0]} has an empty context: there is nothing to predict its first token from")
+            raise ValueError(f"row {tree.rows[0]} has an empty context: nothing predicts its first token")
         ids.append(tree.context_ids)
         root = len(nodes)
         nodes.append(Node(start, context))

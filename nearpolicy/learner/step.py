@@ -96,8 +96,8 @@ class PolicyLearner:
         norms, skipped = [], 0
         for _ in range(self.config.num_iterations):
             for part in _minibatches(batch, self.config.minibatches):
-                done = self._timed("forward_backward", self.forward_backward, part, self.objective, batch.rows, proximal, stats)
-                if not done:
+                data = (part, self.objective, batch.rows, proximal, stats)
+                if not self._timed("forward_backward", self.forward_backward, *data):
                     continue
                 norm = self._timed("optim", self.optim_step, rate)
                 norms.append(norm)
@@ -236,7 +236,8 @@ class PolicyLearner:
             metrics["policy/grad_norm"] = float(np.mean(norms))
         if stats.behavior:
             first_pass = len(stats.behavior) // self.config.num_iterations
-            metrics |= mismatch(np.concatenate(stats.proximal[:first_pass]), np.concatenate(stats.behavior[:first_pass]))
+            proximal, behavior = (np.concatenate(parts[:first_pass]) for parts in (stats.proximal, stats.behavior))
+            metrics |= mismatch(proximal, behavior)
         return metrics
 
 

@@ -1,0 +1,162 @@
+"""There is always one complete checkpoint; it is an ordinary model folder, and training goes on from it bit for bit."""
+
+from __future__ import annotations
+
+import re
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from learner_cases import batch_of, learner, random_rows, weights
+
+from nearpolicy.errors import RunFolderError
+from nearpolicy.learner.checkpoint import checkpoints, load_state, save_checkpoint
+from nearpolicy.models.loading import load_policy
+from nearpolicy.models.tokenizer import load_tokenizer
+
+
+def trained(steps: int, own=None, **options):
+    own = own or learner(**options)
+    for step in range(own.version, steps):
+        own.step(batch_of(random_rows(step, groups=2), step=step))
+    return own
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_checkpoint_is_an_ordinary_model_with_the_same_logits(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    own = trained(1)
+    path = save_checkpoint(own, tmp_path, beside=[load_tokenizer("bytes")], keep_last=1)
+    assert path == tmp_path / "step-1"
+    loaded = AutoModelForCausalLM.from_pretrained(path)
+    assert {n: p.dtype for n, p in loaded.named_parameters()}.popitem()[1] == torch.float32
+    ids = AutoTokenizer.from_pretrained(path)("2 + 2 =", return_tensors="pt").input_ids
+    rows = random_rows(5, groups=1, size=1)
+    with torch.no_grad():
+        logits = loaded(ids).logits
+        again = load_policy(path).model
+        for parameter, saved in zip(own.policy.model.parameters(), loaded.parameters(), strict=True):
+            assert torch.equal(parameter, saved)
+        found = torch.log_softmax(loaded(torch.tensor(rows[0].segment.context_ids[None].astype("int64"))).logits, -1)
+    first = int(rows[0].segment.token_ids[0])
+    assert float(found[0, -1, first]) == pytest.approx(own.annotate(rows)[0][0], abs=1e-5)
+    assert logits.shape[:2] == ids.shape
+    assert again.config.architectures == ["LlamaForCausalLM"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_goes_on_bit_for_bit_from_a_checkpoint(tmp_path, dtype):
+    options = {"dtype": dtype, "num_iterations": 2, "warmup_steps": 3, "lr_schedule": "cosine", "total_steps": 5}
+    at_once = trained(5, **options)
+    first = trained(2, **options)
+    path = save_checkpoint(first, tmp_path, keep_last=1)
+    second = learner(folder=path, **options)
+    load_state(second, path)
+    assert (second.version, second.updates) == (2, 4)
+    trained(5, second)
+    assert torch.equal(weights(second.policy), weights(at_once.policy))
+    assert second.weights(None).record == at_once.weights(None).record
+    masters = [own.optimizer.state_dict()["masters"] for own in (second, at_once)]
+    assert all(torch.equal(a, b) for a, b in zip(*masters, strict=True))
+
+
+def test_a_resumed_run_without_its_moments_would_differ(tmp_path):
+    at_once, first = trained(3), trained(2)
+    path = save_checkpoint(first, tmp_path, keep_last=1)
+    forgetful = learner(folder=path)
+    forgetful.version = 2
+    assert not torch.equal(weights(trained(3, forgetful).policy), weights(at_once.policy))
+
+
+class Fails:
+    """A part beside the model whose disk is full."""
+
+    def save_pretrained(self, folder: str) -> None:
+        raise OSError(28, "No space left on device")
+
+
+class LimitedDisk:
+    """Files of this process cannot grow beyond ``size`` bytes: a full disk, as any library meets it."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __enter__(self) -> None:
+        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        self.handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.before[1]))
+
+    def __exit__(self, *_) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+        signal.signal(signal.SIGXFSZ, self.handler)
+
+
+@pytest.mark.parametrize("room", ["for nothing", "for the weights only"])
+def test_a_save_that_runs_out_of_disk_says_so_and_leaves_the_earlier_one_loadable(tmp_path, room):
+    own = trained(1)
+    earlier = save_checkpoint(own, tmp_path, keep_last=1)
+    weights_size = (earlier / "model.safetensors").stat().st_size
+    trained(2, own)
+    with LimitedDisk(1024 if room == "for nothing" else weights_size), pytest.raises(RunFolderError) as raised:
+        save_checkpoint(own, tmp_path, keep_last=1)
+    assert re.search(r"checkpoint .*step-2 cannot be written: .*free some space", str(raised.value), re.S)
+    assert names(tmp_path) == ["step-1"]
+    again = learner(folder=earlier)
+    load_state(again, earlier)
+    assert torch.equal(weights(trained(2, again).policy), weights(own.policy))
+    assert save_checkpoint(own, tmp_path, keep_last=1) == tmp_path / "step-2"  # and with room again it works
+    assert names(tmp_path) == ["step-2"]
+
+
+def test_a_part_that_cannot_be_saved_leaves_the_earlier_checkpoint(tmp_path):
+    own = trained(1)
+    save_checkpoint(own, tmp_path, keep_last=1)
+    trained(2, own)
+    with pytest.raises(RunFolderError, match="No space left on device"):
+        save_checkpoint(own, tmp_path, beside=[Fails()], keep_last=1)
+    assert [step for step, _ in checkpoints(tmp_path)] == [1]
+    assert names(tmp_path) == ["step-1"]
+
+
+def test_the_last_ones_are_kept_and_foreign_files_never_touched(tmp_path):
+    foreign = ["notes.txt", "step-best", "step-1.bak", "old-step-1"]
+    (tmp_path / "notes.txt").write_text("mine")
+    for name in foreign[1:]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_text("mine")
+    own = learner()
+    for step in (1, 2, 10, 11):
+        own.version = step
+        save_checkpoint(own, tmp_path, keep_last=2)
+        assert [s for s, _ in checkpoints(tmp_path)][-1] == step
+    assert names(tmp_path) == sorted([*foreign, "step-10", "step-11"])
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    own = trained(1)
+    path = save_checkpoint(own, tmp_path, keep_last=1)
+    (path / "leftover").touch()
+    before = (path / "training_state.pt").stat().st_ino
+    assert save_checkpoint(own, tmp_path, keep_last=1) == path
+    assert not (path / "leftover").exists()
+    assert (path / "training_state.pt").stat().st_ino != before
+    assert names(tmp_path) == ["step-1"]
+
+
+def test_a_save_that_was_killed_half_way_is_not_taken_for_a_checkpoint_and_is_cleared_away(tmp_path):
+    draft = tmp_path / ".step-3.tmp"
+    draft.mkdir()
+    (draft / "model.safetensors").write_bytes(b"half")
+    assert checkpoints(tmp_path) == []
+    save_checkpoint(trained(1), tmp_path, keep_last=1)
+    assert names(tmp_path) == ["step-1"]
+
+
+def test_no_folder_means_no_checkpoint(tmp_path):
+    assert checkpoints(tmp_path / "none") == []
