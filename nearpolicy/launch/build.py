@@ -1,0 +1,190 @@
+"""From a recipe to roles: each function builds one thing and knows nothing of the life of a run.
+
+    Language      model folder, renderer, data, sampling          (tokenizer, no weights)
+    start_engine  policy, probe, pages, engine thread
+    start_learner policy, objective, optimizer, learner thread
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from nearpolicy.config import RunConfig
+from nearpolicy.errors import ConfigError
+from nearpolicy.evaluate.evaluator import Evaluator, HeldOut
+from nearpolicy.generator.engine import Engine, EngineLimits
+from nearpolicy.generator.runner import EngineRunner
+from nearpolicy.launch.inline import LearnerInThread, RoleThread
+from nearpolicy.launch.sizes import longest_sequence, role_threads
+from nearpolicy.learner.step import PolicyLearner
+from nearpolicy.machine import num_cores
+from nearpolicy.models.loading import load_policy, resolve
+from nearpolicy.models.numerics import FAST, Numerics, probe_model
+from nearpolicy.models.policy import PolicyModel
+from nearpolicy.models.tokenizer import Renderer, generation_stop_ids, load_tokenizer
+from nearpolicy.objectives.objective import Objective
+from nearpolicy.roles import Generator, Sampling, Verifier
+from nearpolicy.tasks.mixture import Mixture, load_mixture
+from nearpolicy.verifier.functions import required_columns
+
+OnEvent = Callable[..., None]
+Functions = dict[str, Callable[..., object]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Language:
+    """What is known of a run before any weights are loaded."""
+
+    folder: Path
+    """The model's Hugging Face folder."""
+    renderer: Renderer
+    mixture: Mixture
+    sampling: Sampling
+
+    @classmethod
+    def of(cls, config: RunConfig, functions: Functions | None = None, folder: Path | None = None) -> Language:
+        """Tokenizer and data of a recipe; every bad row is an error here. ``folder`` replaces the recipe's model."""
+        folder = folder or resolve(config.model.path, config.model.init, config.model.seed)
+        tokenizer = load_tokenizer(config.model.tokenizer or str(folder))
+        renderer = Renderer(tokenizer, stop_token_ids=generation_stop_ids(folder))
+        mixture = load_mixture(
+            config.tasks,
+            seed=config.run.seed,
+            renderer=renderer,
+            max_prompt_length=config.sampling.max_prompt_length,
+            reward_columns=partial(required_columns, at_hand=functions or {}),
+        )
+        wanted = config.sampling
+        sampling = Sampling(
+            temperature=wanted.temperature,
+            top_p=wanted.top_p,
+            top_k=wanted.top_k,
+            min_p=wanted.min_p,
+            max_tokens=wanted.max_completion_length,
+            stop_token_ids=renderer.stop_token_ids,
+            stop=tuple(wanted.stop),
+        )
+        return cls(folder=folder, renderer=renderer, mixture=mixture, sampling=sampling)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of a completion, up to its stop."""
+        return self.renderer.decode(ids, stop=self.sampling.stop)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """The engine on its thread, and what was found out on the way."""
+
+    engine: Engine
+    runner: EngineRunner
+    mode: str
+    """exact or fast."""
+    numerics: Numerics
+    threads: int
+    """Beside the learner; `all_threads` when nothing else runs."""
+    all_threads: int
+
+
+def start_engine(config: RunConfig, language: Language, on_event: OnEvent, say: Callable[[str], None]) -> EngineParts:
+    """Load the engine's model, probe the machine, size the pages, start the thread."""
+    torch.set_num_threads(num_cores())
+    policy = load_policy(language.folder, getattr(torch, config.model.dtype))
+    mode, numerics = choose_numerics(config, policy, say)
+    threads = min(role_threads(config, num_cores())[0], numerics.max_threads)
+    limits = EngineLimits.sized(
+        policy,
+        max_running=config.generator.max_running,
+        prefill_chunk=config.generator.prefill_chunk,
+        max_length=longest_sequence(config),
+        kv_memory_mb=config.generator.kv_memory_mb,
+    )
+    engine = Engine(policy, limits, numerics, threads=threads, decode=language.renderer.decode, on_event=on_event)
+    runner = EngineRunner(
+        engine,
+        on_sync=config.generator.on_sync,
+        sync_timeout_s=config.sync.timeout_s,
+        threads=threads,
+        numerics=mode,
+        on_event=on_event,
+    )
+    all_threads = min(num_cores(), numerics.max_threads)
+    return EngineParts(
+        engine=engine, runner=runner, mode=mode, numerics=numerics, threads=threads, all_threads=all_threads
+    )
+
+
+def choose_numerics(config: RunConfig, policy: PolicyModel, say: Callable[[str], None]) -> tuple[str, Numerics]:
+    """The mode this machine can keep, and its rule; says so if it is not the one asked for."""
+    if config.numerics == "fast":
+        return "fast", FAST
+    found = probe_model(policy, num_cores())
+    if found is not None:
+        return "exact", found
+    if config.run.numerics == "exact":
+        raise ConfigError(
+            "run.numerics=exact is not to be had on this machine: rows of a matrix product depend on their neighbours. "
+            "Set run.numerics=fast; the mismatch is then measured and corrected"
+        )
+    say("exact numerics are not to be had on this machine: going on with run.numerics=fast")
+    return "fast", FAST
+
+
+def start_learner(config: RunConfig, language: Language, numerics: Numerics, on_event: OnEvent) -> LearnerInThread:
+    """Load the learner's own copy of the model, and start its thread."""
+    threads = min(role_threads(config, num_cores())[1], numerics.max_threads)
+    learner = PolicyLearner(
+        load_policy(language.folder, getattr(torch, config.model.dtype), known_to_fit=True),
+        Objective(config.objective, config.sampling.max_completion_length),
+        config.learner,
+        numerics,
+        temperature=config.sampling.temperature,
+        total_steps=config.run.steps,
+        threads=threads,
+        on_event=on_event,
+    )
+    return LearnerInThread(learner, RoleThread("learner", threads))
+
+
+def make_evaluator(
+    config: RunConfig, language: Language, generator: Generator, verifier: Verifier
+) -> Evaluator | None:
+    """Asks the held-out questions of every task that has some; None if none has."""
+    tasks = [
+        HeldOut(
+            task=task.name,
+            prompts=language.mixture.held_out(task.name)[: config.evaluation.prompts],
+            judge=task.rewards[0].source,
+        )
+        for task in config.tasks
+        if task.held_out
+    ]
+    if not tasks:
+        return None
+    return Evaluator(
+        generator,
+        verifier,
+        tasks,
+        config.evaluation,
+        sampling=language.sampling,
+        seed=config.run.seed,
+        render=language.renderer.prompt_ids,
+        decode=language.decode,
+    )
+
+
+def memory_by_owner(engine: Engine, learner: PolicyLearner) -> dict[str, float]:
+    """MiB of what the two roles hold for the whole run."""
+    mib = 2**20
+    weights = sum(p.nbytes for p in learner.policy.parameters()) / mib
+    return {
+        "engine_weights": sum(p.nbytes for p in engine.policy.parameters()) / mib,
+        "engine_kv": engine.kv_bytes / mib,
+        "learner_weights": weights,
+        "learner_gradients": weights,
+        "learner_optimizer": 2 * sum(4 * p.numel() for p in learner.policy.parameters()) / mib,
+    }
