@@ -1,7 +1,7 @@
 """Policy losses per token. Which tokens count, and with what share, is the business of `aggregation`.
 
-All take [N] tensors over trained tokens: ``logprobs`` of the current policy pi (with gradient), ``proximal_logprobs`` of
-the policy at the start of the step, ``advantages``, and ``weights`` of the behaviour correction (no gradient).
+All take [N] tensors over trained tokens: ``logprobs`` of the current policy pi (with gradient), ``proximal_logprobs``
+of the policy at the start of the step, ``advantages``, and ``weights`` of the behaviour correction (no gradient).
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ def policy_gradient(logprobs: Tensor, advantages: Tensor, weights: Tensor) -> Te
 
 
 def ppo_clip(
-    logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, weights: Tensor, *, clip_low: float, clip_high: float
+    logprobs: Tensor,
+    proximal_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
 ) -> Tensor:
     """[N] -w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / proximal (Schulman et al. 2017, equation 7).
 

@@ -1,0 +1,360 @@
+"""The real engine, learner and publication on a tiny model: asynchronous at staleness 0 is synchronous, bit for bit."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nearpolicy.environments.single_turn import Bounded, SingleTurn
+from nearpolicy.errors import SyncError
+from nearpolicy.generator.engine import Engine, EngineLimits
+from nearpolicy.generator.runner import EngineRunner
+from nearpolicy.launch.inline import LearnerInThread, RoleThread
+from nearpolicy.learner.config import LearnerConfig
+from nearpolicy.learner.step import PolicyLearner
+from nearpolicy.models.loading import load_policy, resolve
+from nearpolicy.models.numerics import Numerics
+from nearpolicy.models.weights import digests, named_weights
+from nearpolicy.objectives.config import ObjectiveConfig
+from nearpolicy.objectives.objective import Objective, assign_advantages
+from nearpolicy.pipeline import Pipeline
+from nearpolicy.records import Admission, Batch, Group, Prompt, Rollout, Segment, Verdict
+from nearpolicy.roles import Request, Sampling
+from nearpolicy.rollout_queue.ledger import Ledger
+from nearpolicy.rollout_queue.queue import StalenessBoundedQueue
+from nearpolicy.sync.publisher import Publisher
+
+EXACT = Numerics(min_rows=16, max_threads=2)
+OBJECTIVE = ObjectiveConfig(loss="pg")  # whose value, unlike that of a ratio, is not 0 at the first update
+SAMPLING = Sampling(temperature=1.3, max_tokens=7, stop_token_ids=(257,))
+PER_STEP, SIZE, STEPS = 3, 4, 4
+
+
+def folder() -> Path:
+    return resolve("random:llama", {"initializer_range": 0.15}, seed=1)
+
+
+def an_engine() -> Engine:
+    limits = EngineLimits(max_running=16, num_pages=64, prefill_chunk=32)
+    return Engine(load_policy(folder(), known_to_fit=True), limits, EXACT)
+
+
+def a_learner(**config) -> PolicyLearner:
+    return PolicyLearner(
+        load_policy(folder(), known_to_fit=True),
+        Objective(OBJECTIVE, SAMPLING.max_tokens),
+        LearnerConfig(**{"learning_rate": 3e-3} | config),
+        EXACT,
+        temperature=SAMPLING.temperature,
+        total_steps=STEPS,
+    )
+
+
+def prompt(index: int) -> Prompt:
+    return Prompt(id=str(index), task="t", text=f"{index} + {index} =")
+
+
+def ids_of(prompt: Prompt) -> np.ndarray:
+    return np.frombuffer(prompt.text.encode(), dtype=np.uint8).astype(np.int32)
+
+
+def reward(tokens) -> float:
+    return float(np.sum(tokens) % 5)
+
+
+@dataclass
+class Run:
+    """What is compared."""
+
+    tokens: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    logprobs: dict[tuple[int, int], list[float]] = field(default_factory=dict)
+    versions: list[list[int]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    mismatches: list[float] = field(default_factory=list)
+    staleness: list[float] = field(default_factory=list)
+    weights: dict[str, str] = field(default_factory=dict)
+
+    def note(self, batch: Batch, metrics) -> None:
+        for group in batch.groups:
+            for rollout in group.rollouts:
+                [segment] = rollout.segments
+                self.tokens[group.index, rollout.sample] = segment.token_ids.tolist()
+                self.logprobs[group.index, rollout.sample] = segment.behavior_logprobs.tolist()
+                self.versions.append(segment.versions.tolist())
+        self.losses.append(metrics["policy/loss"])
+        self.mismatches.append(metrics["mismatch/logprob_diff_max"])
+
+
+def synchronous(seed: int) -> Run:
+    """The whole method as a plain loop: one prompt after the other, then one step, then the new weights."""
+    engine, learner, run = an_engine(), a_learner(), Run()
+    for step in range(STEPS):
+        groups = []
+        for index in range(step * PER_STEP, (step + 1) * PER_STEP):
+            context = ids_of(prompt(index))
+            admission = Admission(index=index, prompt=prompt(index), seed=seed, version=step)
+            request = Request(id=str(index), token_ids=context, sampling=SAMPLING, n=SIZE, seed=seed, admission=index)
+            engine.submit(request)
+            done = []
+            while len(done) < SIZE:
+                done += engine.step()
+            done.sort(key=lambda completion: completion.sample)
+            rollouts = [
+                Rollout(
+                    sample=c.sample,
+                    text="",
+                    segments=(
+                        Segment(
+                            context_ids=context,
+                            token_ids=c.token_ids,
+                            mask=np.ones(len(c.token_ids), bool),
+                            behavior_logprobs=c.logprobs,
+                            versions=c.versions,
+                            finish=c.finish,
+                        ),
+                    ),
+                )
+                for c in done
+            ]
+            rewards = tuple(reward(c.token_ids) for c in done)
+            groups.append(Group(admission=admission, rollouts=tuple(rollouts), verdicts=({},) * SIZE, rewards=rewards))
+        batch = Batch(step=step, places=PER_STEP, groups=tuple(groups), rows=assign_advantages(groups, OBJECTIVE))
+        run.note(batch, learner.step(batch).metrics)
+        engine.load(learner.weights(None))
+    run.weights = digests(named_weights(learner.policy.model))
+    return run
+
+
+@pytest.fixture(scope="module")
+def plain() -> Run:
+    return synchronous(seed=0)
+
+
+class Shuffled:
+    """An environment whose groups end in an order drawn from a seed: none leaves before all that run have ended."""
+
+    def __init__(self, inner, seed: int) -> None:
+        self.inner, self.random = inner, random.Random(seed)
+        self.ended: list[int] = []
+        self._inside = 0
+        self._waiting: list[asyncio.Event] = []
+
+    async def run(self, admission: Admission) -> Group:
+        self._inside += 1
+        group = await self.inner.run(admission)
+        leave = asyncio.Event()
+        self._waiting.append(leave)
+        self._let_one_go()
+        await leave.wait()
+        self._inside -= 1
+        self.ended.append(admission.index)
+        self._let_one_go()
+        return group
+
+    def _let_one_go(self) -> None:
+        if self._waiting and len(self._waiting) == self._inside:
+            self._waiting.pop(self.random.randrange(len(self._waiting))).set()
+
+
+class TokenVerifier:
+    async def score(self, prompt: Prompt, rollout: Rollout):
+        return {"tokens": Verdict.scored(reward(rollout.segments[0].token_ids))}
+
+
+class Prompts:
+    def prompt(self, index: int) -> Prompt:
+        return prompt(index)
+
+
+class Book:
+    """Store and telemetry: keeps what is compared."""
+
+    def __init__(self) -> None:
+        self.run = Run()
+
+    def consumed(self, batch, report, fates) -> None:
+        self.run.note(batch, report.metrics)
+
+    def discarded(self, group, fate, reason) -> None:
+        raise AssertionError(f"group {group.index} failed: {reason}")
+
+    def log_step(self, step, metrics) -> None:
+        self.run.staleness.append(metrics["staleness/max"])
+
+    def admitted(self, admission) -> None: ...
+    def filled(self, group) -> None: ...
+    def published(self, record, wall_s) -> None: ...
+    def event(self, *_, **__) -> None: ...
+
+
+async def never_stop(report) -> bool:
+    return False
+
+
+def asynchronous(
+    seed: int, shuffle: int, *, bound=0, order="admission", on_sync="finish", publish_every=1
+) -> tuple[Run, list[int]]:
+    engine, learner, book = an_engine(), a_learner(), Book()
+    generator = EngineRunner(engine, on_sync=on_sync)
+    in_thread = LearnerInThread(learner, RoleThread("learner", 1))
+    single = SingleTurn(
+        generator,
+        TokenVerifier(),
+        render=ids_of,
+        decode=lambda ids: "",
+        reward_of=lambda verdicts, task: verdicts["tokens"].value,
+        sampling=SAMPLING,
+        n=SIZE,
+    )
+    environment = Shuffled(single, shuffle)
+
+    async def scenario() -> None:
+        ledger = Ledger(prompts_per_step=PER_STEP, max_staleness=bound, order=order)
+        publisher = Publisher(in_thread, [generator], timeout_s=60.0)
+        await publisher.publish()
+        pipeline = Pipeline(
+            queue=StalenessBoundedQueue(
+                ledger, Prompts(), book, seed=seed, num_groups=STEPS * PER_STEP, stall_timeout_s=60.0
+            ),
+            environment=Bounded(environment, timeout_s=60.0, retries=0),
+            learner=in_thread,
+            weights=publisher,
+            store=book,
+            telemetry=book,
+            assemble=partial(assign_advantages, config=OBJECTIVE),
+            after_step=never_stop,
+            num_steps=STEPS,
+            prompts_per_step=PER_STEP,
+            num_slots=ledger.num_slots,
+            weight_sync_steps=publish_every,
+        )
+        await pipeline.run()
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        generator.close()
+        in_thread.close()
+    book.run.weights = digests(named_weights(learner.policy.model))
+    assert digests(named_weights(engine.policy.model)) == book.run.weights
+    return book.run, environment.ended
+
+
+def test_asynchronous_at_staleness_zero_is_the_synchronous_loop_bit_for_bit(plain):
+    orders = []
+    for shuffle in range(2):
+        run, order = asynchronous(0, shuffle)
+        orders.append(order)
+        assert run.tokens == plain.tokens
+        assert run.logprobs == plain.logprobs
+        assert run.losses == plain.losses
+        assert run.weights == plain.weights
+        assert run.mismatches == [0.0] * STEPS
+        assert run.staleness == [0.0] * STEPS
+    assert any(order != sorted(order) for order in orders)  # it was shuffled indeed
+    assert all(abs(loss) > 1e-3 for loss in plain.losses)
+    assert len(plain.weights) > 10
+
+
+def test_a_seed_decides_the_tokens_and_another_seed_gives_others(plain):
+    again, other = synchronous(seed=0), synchronous(seed=1)
+    assert (plain.tokens, plain.losses, plain.weights) == (again.tokens, again.losses, again.weights)
+    assert all(plain.tokens[key] != other.tokens[key] for key in plain.tokens)
+    assert plain.weights != other.weights
+
+
+def test_completions_of_all_groups_are_independent_draws(plain):
+    drawn = [tuple(tokens[:3]) for tokens in plain.tokens.values() if len(tokens) >= 3]
+    assert len(drawn) > 40
+    assert len(set(drawn)) == len(drawn)
+
+
+@pytest.mark.parametrize("order", ["admission", "ready"])
+@pytest.mark.parametrize("on_sync", ["finish", "resume", "continue"])
+def test_ahead_of_training_the_bound_holds_and_engine_and_learner_still_agree_at_their_version(order, on_sync):
+    run, _ = asynchronous(0, 0, bound=2, order=order, on_sync=on_sync, publish_every=2)
+    assert len(run.losses) == STEPS
+    assert max(run.staleness) <= 2
+    assert all(version in (0, 2, 4) for versions in run.versions for version in versions)
+    assert run.mismatches[0] == 0.0  # the first step trains the weights that sampled it
+    stale = [m for m, s in zip(run.mismatches, run.staleness, strict=True) if s > 0]
+    assert all(m > 0 for m in stale)  # the lag shows where it is
+
+
+def test_a_large_step_moves_the_engine_as_far_as_the_learner():
+    engine, learner = an_engine(), a_learner(learning_rate=0.03)
+    run = Run()
+    request = Request(
+        id="probe", token_ids=ids_of(prompt(7)), sampling=SAMPLING, n=SIZE, seed=0, admission=0, purpose="probe"
+    )
+
+    def ask() -> list[Segment]:
+        engine.submit(request)
+        done = []
+        while len(done) < SIZE:
+            done += engine.step()
+        done.sort(key=lambda c: c.sample)
+        context = request.token_ids
+        return [
+            Segment(
+                context_ids=context,
+                token_ids=c.token_ids,
+                mask=np.ones(len(c.token_ids), bool),
+                behavior_logprobs=c.logprobs,
+                versions=c.versions,
+                finish=c.finish,
+            )
+            for c in done
+        ]
+
+    def group(segments: list[Segment], step: int) -> Group:
+        admission = Admission(index=step, prompt=prompt(7), seed=0, version=step)
+        rollouts = tuple(Rollout(sample=i, segments=(s,), text="") for i, s in enumerate(segments))
+        rewards = tuple(reward(s.token_ids) for s in segments)
+        return Group(admission=admission, rollouts=rollouts, verdicts=({},) * SIZE, rewards=rewards)
+
+    for step in range(3):
+        segments = ask()
+        assert {v for s in segments for v in s.versions.tolist()} == {step}
+        rows = assign_advantages([group(segments, step)], OBJECTIVE)
+        batch = Batch(step=step, places=1, groups=(group(segments, step),), rows=rows)
+        run.note(batch, learner.step(batch).metrics)
+        moved = [
+            np.abs(now - row.segment.behavior_logprobs).mean()
+            for now, row in zip(learner.annotate(rows), rows, strict=True)
+        ]
+        assert max(moved) > 0.01  # what stale weights would show
+        assert engine.load(learner.weights(None)) == learner.weights(None).digests
+        if step == 1:
+            engine.interrupt()
+    assert run.mismatches == [0.0] * 3
+
+
+def test_an_engine_that_holds_one_other_number_stops_the_run_with_the_tensors_name():
+    learner = a_learner()
+
+    class Tampered(EngineRunner):
+        async def load(self, weights):
+            await super().load(weights)
+            tensors = named_weights(self._engine.policy.model)
+            with torch.no_grad():
+                tensors["model.layers.1.mlp.up_proj.weight"][3, 4] += 1e-7
+            return digests(tensors)
+
+    generator = Tampered(an_engine())
+    in_thread = LearnerInThread(learner, RoleThread("learner", 1))
+    try:
+        with pytest.raises(
+            SyncError, match=r"generator 0 does not hold version 0.*'model.layers.1.mlp.up_proj.weight'"
+        ):
+            asyncio.run(Publisher(in_thread, [generator], timeout_s=60.0).publish())
+    finally:
+        generator.close()
+        in_thread.close()
