@@ -43,8 +43,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "batch/groups": float(len(batch.groups)),
         "batch/tokens": float(sum(lengths)),
     }
-    for name, values in _by_source(batch).items():
-        metrics[f"reward/{name}/mean"] = _mean(values)
+    metrics |= {f"reward/{name}": _mean(values) for name, values in _by_source(batch).items()}
     for task in sorted({group.admission.prompt.task for group in batch.groups}):
         own = [r for g in batch.groups if g.admission.prompt.task == task for r in g.rewards if r is not None]
         metrics[f"task/{task}/reward"] = _mean(own)
@@ -52,13 +51,13 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
 
 
 def _by_source(batch: Batch) -> Mapping[str, list[float]]:
-    """Values by reward source, and their named parts as ``source/part``."""
+    """Values as ``source/mean``, and their named parts as ``source/part``."""
     values: dict[str, list[float]] = {}
     for group in batch.groups:
         for verdicts in group.verdicts:
             for source, verdict in verdicts.items():
                 if verdict.value is not None:
-                    values.setdefault(source, []).append(verdict.value)
+                    values.setdefault(f"{source}/mean", []).append(verdict.value)
                 for part, value in verdict.parts.items():
                     values.setdefault(f"{source}/{part}", []).append(value)
     return values
