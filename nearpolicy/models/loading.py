@@ -119,13 +119,13 @@ def _make_random(family: str, options: dict[str, Any], seed: int, out: Path) -> 
     ids = {f"{n}_token_id": getattr(tokenizer, f"{n}_token_id") for n in ("bos", "eos", "pad")}
     try:
         config = AutoConfig.for_model(family, **{**ids, **options})
+        if config.vocab_size < len(tokenizer):
+            raise ModelError(f"model.init.vocab_size is {config.vocab_size}; the byte tokenizer needs {len(tokenizer)}")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     except (ValueError, KeyError, TypeError) as error:
         raise ModelError(f"model.path 'random:{family}' cannot be made from {options}: {error}") from error
-    if config.vocab_size < len(tokenizer):
-        raise ModelError(f"model.init.vocab_size is {config.vocab_size}; the byte tokenizer needs {len(tokenizer)}")
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
 

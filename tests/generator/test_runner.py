@@ -27,14 +27,16 @@ class Gate:
     def __init__(self, engine: Engine) -> None:
         self._step = engine.step
         self._allowed = threading.Semaphore(0)
-        self._loop = asyncio.get_running_loop()
-        self._arrivals: asyncio.Queue[None] = asyncio.Queue()
-        self._stands = False
+        self._arrived = threading.Condition()
+        self._arrivals = 0
+        self._asked = 0
         self.count = 0
         engine.step = self._gated
 
     def _gated(self) -> list[Completion]:
-        self._loop.call_soon_threadsafe(self._arrivals.put_nowait, None)
+        with self._arrived:
+            self._arrivals += 1
+            self._arrived.notify_all()
         assert self._allowed.acquire(timeout=BOUND_S)
         self.count += 1
         return self._step()
@@ -44,16 +46,13 @@ class Gate:
 
     async def passes(self, count: int) -> None:
         """Make ``count`` passes; the thread then stands before the next one, deaf to commands."""
-        for _ in range(count):
-            await self._standing()
-            self._stands = False
-            self.allow(1)
-        await self._standing()
+        await asyncio.to_thread(self.passes_while_the_loop_waits, count)
 
-    async def _standing(self) -> None:
-        if not self._stands:
-            await self._arrivals.get()
-            self._stands = True
+    def passes_while_the_loop_waits(self, count: int) -> None:
+        self.allow(count)
+        self._asked += count
+        with self._arrived:
+            assert self._arrived.wait_for(lambda: self._arrivals > self._asked, BOUND_S)
 
 
 def playing(scene: Callable, *, on_sync: str = "finish", engine_options: dict | None = None, **options) -> None:
@@ -215,7 +214,10 @@ def test_a_load_does_not_wait_for_sequences_that_are_paused():
         await gate.passes(3)
         gate.allow(1000)
         await runner.pause()
+        before = gate.count
         await runner.load(weights_of(families.shared(seed=1), 1))
+        await runner.abort([])  # a turn of the engine's thread
+        assert gate.count == before
         await runner.resume()
         (completion,) = await task
         assert set(completion.versions.tolist()) == {0, 1}
@@ -246,17 +248,21 @@ def test_weights_that_do_not_fit_are_refused_and_the_engine_goes_on_with_the_old
 
 
 def test_a_request_for_a_version_to_come_waits_without_keeping_the_thread_busy():
+    events = []
+
     async def scene(runner, engine):
         gate = Gate(engine)
         task = asyncio.create_task(all_of(runner, make_request(9, max_tokens=2, version=1)))
         for _ in range(5):
             await runner.abort([])
         assert gate.count == 0
+        assert events == []  # it sleeps since the start: the end of an idle time would be told
         gate.allow(10)
         await runner.load(weights_of(families.shared(seed=1), 1))
         assert [c.versions.tolist() for c in await task] == [[1, 1]]
+        assert events[:2] == ["idle", "swap"]
 
-    playing(scene)
+    playing(scene, on_event=lambda kind, **_: events.append(kind))
 
 
 # Callers that leave, threads that end
@@ -291,14 +297,17 @@ def test_a_caller_cancelled_before_its_command_was_carried_out_does_not_stop_the
     playing(scene)
 
 
-def test_a_load_whose_caller_left_while_it_waited_is_not_made_and_lets_new_requests_start():
+@pytest.mark.parametrize("told", [True, False], ids=["told that it waits", "not yet told"])
+def test_a_load_whose_caller_left_while_it_waited_is_not_made_and_lets_new_requests_start(told):
     async def scene(runner, engine):
         gate = Gate(engine)
         running = asyncio.create_task(all_of(runner, make_request(9, id="runs", max_tokens=40)))
         await gate.passes(2)
         load = asyncio.create_task(runner.load(weights_of(families.shared(seed=1), 1)))
         await asyncio.sleep(0)
-        await gate.passes(2)  # the load now waits for the running one
+        gate.passes_while_the_loop_waits(2)  # the load now waits for the running one
+        if told:
+            await gate.passes(2)
         load.cancel()
         await asyncio.wait([load])
         gate.allow(1000)
