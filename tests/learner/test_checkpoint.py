@@ -149,8 +149,9 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     assert names(tmp_path) == ["step-1"]
 
 
-def test_a_save_that_was_killed_half_way_is_not_taken_for_a_checkpoint_and_is_cleared_away(tmp_path):
-    draft = tmp_path / ".step-3.tmp"
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_save_that_was_killed_half_way_is_not_taken_for_a_checkpoint_and_is_cleared_away(tmp_path, step):
+    draft = tmp_path / f".step-{step}.tmp"
     draft.mkdir()
     (draft / "model.safetensors").write_bytes(b"half")
     assert checkpoints(tmp_path) == []
