@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nearpolicy.environments.single_turn import Bounded
 from nearpolicy.errors import EngineError, NearpolicyError, StandstillError, SyncError
 from nearpolicy.pipeline import Pipeline
 from nearpolicy.records import (
@@ -470,3 +471,62 @@ def test_a_rollout_that_never_ends_stops_the_run_by_name():
     error = asyncio.run(scenario())
     assert isinstance(error, StandstillError)
     assert "for a batch of 2 groups: 1 are ready, 1 are still running (admission 1)" in str(error)
+
+
+def test_an_environment_that_raises_costs_its_group_only_and_is_asked_again_under_the_same_index():
+    attempts: list[tuple[int, int]] = []
+    reasons: dict[int, str] = {}
+
+    class UserEnvironment:
+        async def run(self, admission: Admission) -> Group:
+            attempts.append((admission.index, admission.attempt))
+            await asyncio.sleep(0)
+            if admission.index == 1 or (admission.index == 2 and admission.attempt == 0):
+                raise ConnectionError("the tool server is down")
+            if admission.index == 3 and admission.attempt < 2:
+                await asyncio.Event().wait()
+            return group_of(admission, [admission.version])
+
+    class Keeping(World):
+        def discarded(self, group: Group, fate: Fate, reason: str) -> None:
+            reasons[group.index] = reason
+
+        def _check(self) -> None: ...
+
+    async def scenario() -> World:
+        clock = Clock(0)
+        world = Keeping(clock, bound=0, per_step=3, steps=2)
+        environment = Bounded(UserEnvironment(), timeout_s=0.05, retries=1)
+        run = asyncio.create_task(world.build(environment=environment).run())
+        async with asyncio.timeout(20):
+            while not run.done():  # the time limits of two attempts are real; everything else is woken at once
+                for future, _ in clock._waiting:
+                    if not future.done():
+                        future.set_result(None)
+                await asyncio.wait([run], timeout=0.005)
+        await run
+        return world
+
+    world = asyncio.run(scenario())
+    assert world.batches == [[0, 2, 4], [5, 6, 7]]
+    assert reasons == {
+        1: "the environment raised ConnectionError: the tool server is down",
+        3: "no group within 0.05 s (queue.rollout_timeout_s)",
+    }
+    assert sorted(a for a in attempts if a[0] in (1, 2, 3)) == [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)]
+
+
+def test_an_environment_that_answers_for_another_admission_ends_the_run():
+    class Confused(World):
+        async def run(self, admission: Admission) -> Group:
+            from dataclasses import replace
+
+            return group_of(replace(admission, index=admission.index + 1), [0])
+
+    async def scenario() -> BaseException:
+        clock = Clock(0)
+        with pytest.raises(ExceptionGroup) as raised:
+            await clock.drive(asyncio.create_task(Confused(clock).pipeline.run()))
+        return raised.value.exceptions[0]
+
+    assert "slot of admission 0 was filled with the group of admission 1" in str(asyncio.run(scenario()))
