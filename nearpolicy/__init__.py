@@ -6,3 +6,11 @@ Importing this module loads nothing heavy; names are resolved when they are firs
 from __future__ import annotations
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str):  # noqa: ANN202
+    if name == "Trainer":
+        from nearpolicy.launch.trainer import Trainer
+
+        return Trainer
+    raise AttributeError(f"module 'nearpolicy' has no attribute {name!r}")

@@ -20,7 +20,10 @@ from nearpolicy.machine import prepare_environment
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("nearpolicy.launch.train", "Run a recipe to its end; writes a run folder."),
+    "eval": ("nearpolicy.launch.evaluate", "Answer a recipe's held-out questions with a model."),
     "check": ("nearpolicy.launch.check", "Explain a recipe and refuse contradictions, without loading a model."),
+    "inspect": ("nearpolicy.launch.inspect", "Show rollouts of a run: text, rewards, versions, advantages, fates."),
+    "report": ("nearpolicy.launch.report", "Write a run's report: one HTML file."),
 }
 """Name -> (module with a function `command`, help line)."""
 

@@ -23,6 +23,7 @@ from nearpolicy.tasks.sources import (
     name_of,
     needed_columns,
     question_text,
+    with_extracts,
 )
 
 SHOWN = 20
@@ -68,6 +69,9 @@ def scan(
     """Look at every row; problems are collected, not raised."""
     found = Scan()
     needed = needed_columns(task, reward_columns)
+    cut_from = {rule.column: f"extract.{name}" for name, rule in task.extract.items()}
+    found.problems += missing_columns(task, rows, cut_from)
+    rows = with_extracts(task, rows)
     found.problems += missing_columns(task, rows, needed)
     if found.problems:
         return found

@@ -32,7 +32,7 @@ class JsonlSource(ConfigModel):
     kind: Literal["jsonl"]
     """Selects this kind of source."""
     path: str
-    """The file, relative to the working folder."""
+    """The file, relative to the working folder; `~` and `$VARIABLE` are filled in."""
 
 
 class ParquetSource(ConfigModel):
@@ -41,7 +41,7 @@ class ParquetSource(ConfigModel):
     kind: Literal["parquet"]
     """Selects this kind of source."""
     path: str
-    """The file, relative to the working folder."""
+    """The file, relative to the working folder; `~` and `$VARIABLE` are filled in."""
 
 
 class HuggingFaceSource(ConfigModel):
@@ -58,6 +58,24 @@ class HuggingFaceSource(ConfigModel):
 
 
 Source = Annotated[ReasoningGymSource | JsonlSource | ParquetSource | HuggingFaceSource, Field(discriminator="kind")]
+
+
+class ExtractConfig(ConfigModel):
+    """A column cut out of another one."""
+
+    column: str
+    """The column it is cut from."""
+    pattern: str
+    """Regular expression; the last match counts, and of it the first group (or all of it, without groups)."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+        return pattern
 
 
 def _usual_prompt_column(data: dict[str, Any]) -> str | None:
@@ -79,6 +97,9 @@ class TaskConfig(ConfigModel):
     """Share of the prompts, relative to the other tasks."""
     source: Source
     """Where the rows come from; `kind` decides what else belongs here."""
+    extract: dict[str, ExtractConfig] = Field(default_factory=dict)
+    """New columns cut out of others by regular expressions, for example the final answer out of a worked solution. A
+    row where the pattern does not occur has no value there (see `on_null`)."""
     template: str | None = None
     """Prompt text with `{column}` fields, in place of `prompt_column`; `{{` and `}}` are braces."""
     prompt_column: str | None = Field(default_factory=_usual_prompt_column)

@@ -10,15 +10,18 @@ from __future__ import annotations
 import gzip
 import importlib
 import json
+import os
+import re
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nearpolicy.errors import DataError, nearest
 from nearpolicy.records import Prompt
 from nearpolicy.tasks.config import (
+    ExtractConfig,
     HuggingFaceSource,
     JsonlSource,
     ParquetSource,
@@ -45,12 +48,19 @@ def name_of(source: Source) -> str:
     return source.path
 
 
+def _path(source: JsonlSource | ParquetSource) -> Path:
+    """The file, with ``~`` and environment variables filled in."""
+    return Path(os.path.expandvars(source.path)).expanduser()
+
+
 def check_exists(source: Source) -> None:
     """Refuse a missing file or package at once, without reading data."""
     if isinstance(source, (JsonlSource, ParquetSource)):
-        path = Path(source.path).expanduser()
+        path = _path(source)
         if not path.is_file():
-            raise DataError(f"{source.path}: no such file (looked for {path.absolute()})")
+            unset = [v for v in re.findall(r"\$\{?(\w+)", str(path)) if v not in os.environ]
+            hint = f"; the environment variable {unset[0]} is not set" if unset else f" (looked for {path.absolute()})"
+            raise DataError(f"{source.path}: no such file{hint}")
     elif isinstance(source, HuggingFaceSource):
         _import_datasets(source)
 
@@ -71,7 +81,7 @@ def read_rows(source: Source) -> list[Row]:
 
 
 def _jsonl(source: JsonlSource) -> Iterator[Row]:
-    path = Path(source.path).expanduser()
+    path = _path(source)
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
@@ -96,7 +106,7 @@ def _parquet(source: ParquetSource) -> Iterator[Row]:
     from pyarrow import parquet
 
     try:
-        table = parquet.read_table(Path(source.path).expanduser())
+        table = parquet.read_table(_path(source))
     except pyarrow.ArrowException as error:
         raise DataError(f"{source.path}: cannot be read as Parquet: {str(error).splitlines()[0]}") from None
     for number, values in enumerate(table.to_pylist(), start=1):
@@ -189,6 +199,23 @@ def missing_columns(task: TaskConfig, rows: Sequence[Row], needed: Mapping[str, 
             close = nearest(column, present)
             hint = f"; did you mean `{close}`?" if close else f"; there are {', '.join(present)}"
             yield f"task {task.name}: {name_of(task.source)} has no column `{column}` (needed by {setting}){hint}"
+
+
+def with_extracts(task: TaskConfig, rows: Sequence[Row]) -> list[Row]:
+    """Rows with the columns that ``task.extract`` cuts out of others; None where a pattern does not occur."""
+    if not task.extract:
+        return list(rows)
+    return [
+        replace(row, values={**row.values, **{name: _cut(rule, row) for name, rule in task.extract.items()}})
+        for row in rows
+    ]
+
+
+def _cut(rule: ExtractConfig, row: Row) -> str | None:
+    matches = list(re.finditer(rule.pattern, str(row.values.get(rule.column) or "")))
+    if not matches:
+        return None
+    return matches[-1][1] if matches[-1].re.groups else matches[-1][0]
 
 
 def make_prompt(task: TaskConfig, row: Row, *, chat: bool) -> Prompt:
