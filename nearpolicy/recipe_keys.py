@@ -141,21 +141,23 @@ def explain_unknown_key(root: type[BaseModel], path: tuple[Any, ...]) -> str:
 
 
 def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every key a recipe may hold, dotted; list entries as ``tasks.N.name``."""
+    """Every key a recipe may hold, dotted; list entries as ``tasks.N.name``, named ones as ``NAME``."""
     for name, field in model.model_fields.items():
         yield f"{prefix}{name}"
-        listed = _is_list(field.annotation)
+        between = {list: "N.", tuple: "N.", dict: "NAME."}.get(get_origin(field.annotation), "")
         for inner in models_in(field.annotation):
-            yield from keys_of(inner, f"{prefix}{name}.{'N.' if listed else ''}")
+            yield from keys_of(inner, f"{prefix}{name}.{between}")
 
 
 def keys_beside(root: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
     """Names allowed where the last part of ``path`` stands."""
-    models = [root]
+    models, by_name = [root], False
     for part in path[:-1]:
-        if isinstance(part, int):
+        if isinstance(part, int) or by_name:  # the place in a list, the name in a mapping
+            by_name = False
             continue
         fields = [model.model_fields[part] for model in models if part in model.model_fields]
+        by_name = any(get_origin(field.annotation) is dict for field in fields)
         models = [inner for field in fields for inner in models_in(field.annotation)]
     return list(dict.fromkeys(name for model in models for name in model.model_fields)) or list(root.model_fields)
 
@@ -166,7 +168,3 @@ def models_in(annotation: Any) -> list[type[BaseModel]]:
         return [annotation]
     found = [model for part in get_args(annotation) for model in models_in(part)]
     return list(dict.fromkeys(found))
-
-
-def _is_list(annotation: Any) -> bool:
-    return get_origin(annotation) in (list, tuple)

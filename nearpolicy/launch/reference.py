@@ -49,8 +49,10 @@ def _section(model: type[BaseModel], prefix: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
         for inner in models_in(field.annotation):
             place = f"{prefix}.{name}{'.M' if get_origin(field.annotation) is tuple else ''}"
-            kinds = get_args(inner.model_fields["kind"].annotation)
-            yield f"### `{place}` with `kind: {kinds[0]}`"
+            if get_origin(field.annotation) is dict:
+                place += ".NAME"
+            kinds = get_args(inner.model_fields["kind"].annotation) if "kind" in inner.model_fields else ()
+            yield f"### `{place}`" + "".join(f" with `kind: {kind}`" for kind in kinds[:1])
             yield from _section(inner, place)
 
 
@@ -70,7 +72,7 @@ def _value(field: FieldInfo) -> str:
 def _type(annotation: Any) -> str:
     """A type as people say it; models are described below their table."""
     if models_in(annotation):
-        return "entries, see below" if get_origin(annotation) is tuple else "see below"
+        return "entries, see below" if get_origin(annotation) in (tuple, dict) else "see below"
     arguments = [part for part in get_args(annotation) if part is not type(None)]
     origin = get_origin(annotation)
     if origin is Literal:

@@ -33,7 +33,7 @@ def command(
     refuse(config)
     folder = create_run_folder(config.run.name, directory=config.run.dir)
     print(f"run folder: {folder.path}", flush=True)
-    session = Session(config=config, folder=folder, say=_say, on_step=_StepLine(config.run.steps))
+    session = Session(config=config, folder=folder, say=_say, on_step=StepLine(config.run.steps))
     _listen(session)
     summary = run_session(session)
     report = write_report(folder.path)
@@ -59,7 +59,7 @@ def _listen(session: Session) -> None:
     signal.signal(signal.SIGINT, interrupted)
 
 
-class _StepLine:
+class StepLine:
     """Prints what a person wants to see of each step."""
 
     COLUMNS = (

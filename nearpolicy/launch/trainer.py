@@ -10,6 +10,7 @@ from typing import Any
 from nearpolicy.config import config_from_dict
 from nearpolicy.errors import ConfigError
 from nearpolicy.launch.session import Session, run_session
+from nearpolicy.launch.train import StepLine
 from nearpolicy.machine import prepare_environment
 from nearpolicy.store.folder import create_run_folder
 
@@ -66,7 +67,13 @@ class Trainer:
 
     def train(self) -> dict[str, Any]:
         """Run to the end; returns the summary. The run folder is ``self.folder.path``."""
-        return run_session(Session(config=self.config, folder=self.folder, functions=self._functions))
+        session = Session(
+            config=self.config,
+            folder=self.folder,
+            functions=self._functions,
+            on_step=StepLine(self.config.run.steps),
+        )
+        return run_session(session)
 
     @property
     def run_dir(self) -> Path:
