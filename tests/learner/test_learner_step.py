@@ -26,6 +26,7 @@ from nearpolicy.learner.config import LearnerConfig
 from nearpolicy.learner.optimizer import MasterAdamW
 from nearpolicy.learner.schedule import learning_rate
 from nearpolicy.learner.step import TokenStats
+from nearpolicy.models.loading import resolve
 from nearpolicy.objectives.aggregation import token_shares
 from nearpolicy.objectives.config import ObjectiveConfig
 from nearpolicy.objectives.objective import Objective, Supervised
@@ -206,6 +207,16 @@ def test_before_the_first_update_the_policy_agrees_with_itself(num_iterations, m
         assert report.metrics["policy/clip_low_share"] == report.metrics["policy/clip_high_share"] == 0.0
     else:
         assert not torch.equal(seen[-1][0], seen[-1][1])  # by the last update the policy has moved
+
+
+def test_a_model_with_dropout_agrees_with_itself_also_while_activations_are_recomputed():
+    # Recomputing needs the module in training mode, in which dropout would act.
+    folder = resolve("random:phi", {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "tie_word_embeddings": False}, seed=3)
+    own = learner(folder=folder, activation_checkpointing=True)
+    rows = on_policy(random_rows(7), own)
+    report = own.step(batch_of(rows))
+    assert own.policy.model.training
+    assert report.metrics["mismatch/logprob_diff_max"] == 0.0
 
 
 def test_a_step_makes_iterations_times_minibatches_updates_against_its_own_start():
