@@ -12,6 +12,7 @@ from driving import Outcome, assert_same_bits, learner_logprobs, make_engine, ma
 
 from nearpolicy.generator.engine import Engine
 from nearpolicy.models.attention import PAGE
+from nearpolicy.models.numerics import Numerics
 from nearpolicy.roles import Request
 
 PROMPTS = (5, 40, PAGE - 1, PAGE, PAGE + 1, 100, 2 * PAGE + 2, 12)
@@ -109,6 +110,20 @@ def in_small_chunks(family: str, threads: int) -> Outcome:
 def test_a_sequence_has_the_same_bits_however_it_is_scheduled(family, how, threads):
     torch.set_num_threads(threads)
     assert_same_bits(how(family, threads), sampled(family, 1))
+
+
+def test_every_product_of_the_engine_has_the_rows_the_probe_asked_for():
+    """Needed on machines whose kernels change below some number of rows, which this one may not be."""
+    policy, rows = families.fresh(), []
+    for module in policy.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].flatten(0, -2).shape[0]))
+    engine = make_engine(policy, Numerics(min_rows=16, max_threads=2), threads=2)
+    rows.clear()
+    run(engine, [make_request(5, n=2, max_tokens=4), make_request(45, id="long", max_tokens=4)])
+    assert min(rows) == 32
+    assert max(rows) == 52  # 50 prompt tokens
+    assert all(count % 4 == 0 for count in rows)
 
 
 def test_the_model_of_these_tests_feels_every_part_of_its_context():

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import families
 import numpy as np
 import pytest
-from driving import make_engine, make_request, run, weights_of
+import torch
+from driving import assert_same_bits, make_engine, make_request, run, weights_of
 
 from nearpolicy.errors import EngineError, SyncError
 from nearpolicy.generator.engine import Engine
@@ -263,6 +264,28 @@ def test_a_request_for_a_version_to_come_waits_without_keeping_the_thread_busy()
         assert events[:2] == ["idle", "swap"]
 
     playing(scene, on_event=lambda kind, **_: events.append(kind))
+
+
+def test_another_number_of_threads_in_the_middle_changes_no_bit():
+    numerics = families.exact_numerics(families.shared(), 2)
+    request = make_request(70, n=3, max_tokens=20)
+    expected = run(make_engine(families.shared(), numerics), [request])
+    seen = []
+
+    async def scene(runner, engine):
+        gate = Gate(engine)
+        step = gate._step
+        gate._step = lambda: seen.append(torch.get_num_threads()) or step()
+        task = asyncio.create_task(all_of(runner, request))
+        await gate.passes(5)
+        change = asyncio.create_task(runner.set_threads(2))
+        await asyncio.sleep(0)
+        gate.allow(1000)
+        await change
+        assert_same_bits({(c.request, c.sample): c for c in await task}, expected)
+        assert seen == [1] * 6 + [2] * 14
+
+    playing(scene, engine_options={"numerics": numerics})
 
 
 # Callers that leave, threads that end

@@ -114,7 +114,7 @@ def test_a_head_in_chunks_has_the_same_logprobs_and_gradient():
         return logprobs.mean(), entropies.mean()
 
     many, one = mean_of(rows), mean_of(rows[:99])
-    assert float(many[0]) == pytest.approx(float(one[0]), abs=1e-6)
+    assert many[0].item() == pytest.approx(one[0].item(), abs=1e-6)
     assert float(many[1]) == pytest.approx(float(one[1]), abs=1e-6)
     assert relative(gradient(policy, many[0]), gradient(policy, one[0])) < 1e-5
 

@@ -126,6 +126,7 @@ def test_the_fingerprint_changes_with_one_bit_and_with_a_name_and_not_with_the_o
     assert fingerprint(changed) != fingerprint(parts)
     assert differing(changed, parts) == ["a"]
     assert fingerprint({"a": parts["b"], "b": parts["a"]}) != fingerprint(parts)
+    assert fingerprint({"a": parts["a"], "c": parts["b"]}) != fingerprint(parts)
     assert differing({"a": "1"}, {"a": "1", "c": "2"}) == ["c"]
 
 
