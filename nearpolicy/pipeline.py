@@ -63,6 +63,7 @@ class Pipeline:
             begin = time.monotonic()
             groups = await self.queue.take(self.prompts_per_step)
             waited = time.monotonic() - begin
+            self.telemetry.event("learner", "idle", seconds=waited, cause="no batch")
             if not groups:
                 break  # the data ended
             batch = Batch(step=step, places=self.prompts_per_step, groups=tuple(groups), rows=self.assemble(groups))

@@ -31,7 +31,11 @@ class SingleTurn:
         reward_of: RewardOf,
         sampling: Sampling,
         n: int,
+        timeout_s: float | None = None,
     ) -> None:
+        """``timeout_s``: after this long the request is aborted and judging stops; the group is then failed, and holds
+        what was sampled, so that every token has a fate."""
+        self._timeout_s = timeout_s
         self._generator = generator
         self._verifier = verifier
         self._render = render
@@ -52,25 +56,41 @@ class SingleTurn:
             admission=admission.index,
         )
         tasks: list[_Judging] = []
+        late: list[str] = []
+
+        def cut_off() -> None:
+            late.append(self._missing(tasks))
+            judging.create_task(self._generator.abort([request.id]))  # what is left comes back as aborted
+            for _, _, task in tasks:
+                task.cancel()
+
+        timer = asyncio.get_running_loop().call_later(self._timeout_s, cut_off) if self._timeout_s else None
         try:
             async with asyncio.TaskGroup() as judging:
                 async for completion in self._generator.submit(request):
                     rollout = self._rollout(context, completion)
-                    tasks.append((rollout, completion, judging.create_task(self._judge(admission.prompt, rollout))))
+                    task = judging.create_task(self._judge(admission.prompt, rollout))
+                    tasks.append((rollout, completion, task))
+                    if late:
+                        task.cancel()
         except asyncio.CancelledError as stopped:
             stopped.add_note(self._missing(tasks))  # shown if a time limit is the cause
             raise
+        finally:
+            if timer is not None:
+                timer.cancel()
         tasks.sort(key=lambda task: task[0].sample)
         if (samples := [rollout.sample for rollout, _, _ in tasks]) != list(range(self._n)):
             raise EngineError(f"the generator answered request {request.id!r} of {self._n} samples with {samples}")
-        return self._group(admission, [(r, c, task.result()) for r, c, task in tasks])
+        group = self._group(admission, [(r, c, {} if task.cancelled() else task.result()) for r, c, task in tasks])
+        return replace(group, failure=f"no group within {self._timeout_s:g} s: {late[0]}") if late else group
 
     def _missing(self, tasks: Sequence[_Judging]) -> str:
         """What a group that ran out of time was waiting for."""
         generated = {rollout.sample for rollout, _, _ in tasks}
         waiting = {
             "generated": sorted(set(range(self._n)) - generated),
-            "judged": sorted(rollout.sample for rollout, _, task in tasks if task.cancelled()),
+            "judged": sorted(rollout.sample for rollout, _, task in tasks if not task.done() or task.cancelled()),
         }
         return " and ".join(f"samples {which} of {self._n} were not {what}" for what, which in waiting.items() if which)
 

@@ -100,11 +100,12 @@ class Session:
         setup_s = time.monotonic() - self._started
         before = await self._evaluate_alone(0)
         during, begin = self._evaluation_s, time.monotonic()
-        await self._pipeline().run()
+        if not self.stop_requested:
+            await self._pipeline().run()
         wall_s = time.monotonic() - begin - (self._evaluation_s - during)
         steps = self.learner.inner.version
+        await self._save()  # first of all: the evaluation may take long, and a person may not wait for it
         after = await self._evaluate_alone(steps)
-        await self._save()
         times = {"wall_s": wall_s, "setup_s": setup_s, "evaluation_s": self._evaluation_s}
         return self._sum_up(before, after, steps, times)
 
@@ -125,6 +126,13 @@ class Session:
             reward_of=lambda verdicts, task: weighted_reward(verdicts, weights[task]),
             sampling=self.language.sampling,
             n=config.sampling.num_generations,
+            timeout_s=0.9 * limits.rollout_timeout_s,  # in time to give its tokens a fate before `Bounded` cuts it off
+        )
+        bounded = Bounded(
+            environment,
+            timeout_s=limits.rollout_timeout_s,
+            retries=limits.rollout_retries,
+            on_retry=lambda group: self.store.discarded(group, Fate.FAILED, group.failure),
         )
         queue = StalenessBoundedQueue(
             Ledger(
@@ -139,7 +147,7 @@ class Session:
         )
         return Pipeline(
             queue=queue,
-            environment=Bounded(environment, timeout_s=limits.rollout_timeout_s, retries=limits.rollout_retries),
+            environment=bounded,
             learner=self.learner,
             weights=self.publisher,
             store=self.store,
@@ -187,6 +195,8 @@ class Session:
 
     async def _evaluate_alone(self, version: int) -> Mapping[str, object]:
         """Nothing else runs before the first and after the last step: the engine takes every core."""
+        if self.stop_requested:
+            return {}
         runner = self.engine.runner
         await runner.set_threads(self.engine.all_threads)
         try:

@@ -85,7 +85,7 @@ class PolicyLearner:
         self._total_steps = total_steps
         self._emit = on_event or (lambda *_, **__: None)
         if config.activation_checkpointing:
-            policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            policy.model.activation_checkpointing_enable({"use_reentrant": False})
             policy.model.train()  # checkpointing acts in training mode only; every dropout is 0
 
     def step(self, batch: Batch) -> StepReport:
@@ -121,9 +121,9 @@ class PolicyLearner:
 
     @torch.no_grad()
     def annotate(self, rows: Sequence[Row]) -> list[np.ndarray]:
-        """Log-probabilities of the policy as it is now, [T] float32 per row; 0 where a token is not trained."""
+        """Log-probabilities of the policy as it is now, [T] float32 per row; 0 where the loss does not need them."""
         out = [np.zeros(len(row.segment.token_ids), dtype=np.float32) for row in rows]
-        for packed in self._packed(rows, range(len(rows))):
+        for packed in self._packed(rows, _useful(rows, range(len(rows)), self.objective)):
             logprobs, _ = self._score(packed)
             for i, position, value in zip(packed.row_index, packed.position, logprobs.tolist(), strict=True):
                 out[i][position] = value
@@ -143,9 +143,7 @@ class PolicyLearner:
         proximal one, and its own log-probabilities (detached) are used.
         """
         shares = dict(zip(wanted, objective.shares([int(rows[i].trained.sum()) for i in wanted]), strict=True))
-        useful = [i for i in wanted if rows[i].trained.any()]
-        if objective.skips_zero_advantage:
-            useful = [i for i in useful if rows[i].advantages.any()]
+        useful = _useful(rows, wanted, objective)
         for packed in self._packed(rows, useful):
             logprobs, entropies = self._score(packed)
             columns = _columns(rows, packed, proximal, shares)
@@ -198,7 +196,6 @@ class PolicyLearner:
 
     def _packed(self, rows: Sequence[Row], wanted: Sequence[int]) -> Sequence[Packed]:
         budget = self.config.max_tokens_per_microbatch
-        wanted = [i for i in wanted if rows[i].trained.any()]
         for trees in microbatches(build_trees(rows, wanted, budget), budget):
             yield pack(rows, trees)
 
@@ -229,7 +226,7 @@ class PolicyLearner:
         return result
 
     def _metrics(self, batch: Batch, stats: TokenStats, norms: list[float], rate: float) -> dict[str, float]:
-        metrics = {"policy/loss": stats.loss / max(1, self.config.updates_per_step), **stats.means()}
+        metrics = {"policy/loss": stats.loss / max(1, len(norms)), **stats.means()}
         metrics["learner/learning_rate"] = rate
         metrics["learner/forward_tokens"] = float(stats.tokens)
         if norms:
@@ -239,6 +236,13 @@ class PolicyLearner:
             proximal, behavior = (np.concatenate(parts[:first_pass]) for parts in (stats.proximal, stats.behavior))
             metrics |= mismatch(proximal, behavior)
         return metrics
+
+
+def _useful(rows: Sequence[Row], wanted: Sequence[int], objective: TokenObjective) -> list[int]:
+    """Rows whose tokens can contribute to the loss."""
+    if objective.skips_zero_advantage:
+        return [i for i in wanted if rows[i].advantages.any()]
+    return [i for i in wanted if rows[i].trained.any()]
 
 
 def _minibatches(batch: Batch, count: int) -> list[list[int]]:

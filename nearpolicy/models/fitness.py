@@ -27,18 +27,20 @@ LEAST_SENSITIVITY = 0.5
 
 
 @torch.no_grad()
-def check_fitness(policy: PolicyModel, name: str, plain_attention: str = "eager", tolerance: float = TOLERANCE) -> float:
+def check_fitness(
+    policy: PolicyModel, name: str, plain_attention: str = "eager", tolerance: float = TOLERANCE
+) -> float:
     """Raises `ModelError` with the reason if the model does not fit; returns the largest gap in nats."""
     gap, sensitivity = _measure(policy, name, plain_attention, tolerance)
     if sensitivity < LEAST_SENSITIVITY:
-        # Freshly initialised weights can be so small that no token feels another: judge the architecture by louder ones.
+        # Fresh random weights can be so small that no token feels another: judge the architecture by louder ones.
         with _amplified(policy):
             _measure(policy, name, plain_attention, tolerance)
     return gap
 
 
 def _measure(policy: PolicyModel, name: str, plain_attention: str, tolerance: float) -> tuple[float, float]:
-    """Largest gap, and how much a token's distribution feels the prompt at all (nats); raises if the gap is too large."""
+    """Largest gap, and how much a token's distribution feels the prompt (nats); raises if the gap is too large."""
     vocabulary = policy.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(20)
     prompt, first, second, other = (
@@ -62,9 +64,9 @@ def _measure(policy: PolicyModel, name: str, plain_attention: str, tolerance: fl
     what, worst = max(gaps.items(), key=lambda item: item[1] if item[1] == item[1] else float("inf"))
     if not worst <= tolerance:
         reason = (
-            f"{what} differs from the model's own forward by {worst:.3g} nats (at most {tolerance:g} is allowed); it mixes "
-            "tokens outside the attention function (a recurrent layer, a mask of its own, or attention outside "
-            "transformers' interface)"
+            f"{what} differs from the model's own forward by {worst:.3g} nats (at most {tolerance:g} is allowed); "
+            "it mixes tokens outside the attention function (a recurrent layer, a mask of its own, or attention "
+            "outside transformers' interface)"
         )
         raise ModelError(_refusal(name, policy, reason))
     return worst, sensitivity

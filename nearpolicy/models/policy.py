@@ -29,7 +29,7 @@ class PolicyModel(nn.Module):
         self._logits_scaling: float | None = getattr(config, "logits_scaling", None)  # Granite divides
 
     @property
-    def config(self):  # noqa: ANN201
+    def config(self):
         return self.model.config
 
     def hidden(self, input_ids: Tensor, positions: Tensor, context: PackedContext) -> Tensor:

@@ -47,7 +47,8 @@ class RowContext:
         offset = 0
         for (width, pages), members in sorted(buckets.items()):
             width = max(nodes[i].length for i in members)
-            self._blocks.append(_Block.build([nodes[i] for i in members], [paths[i] for i in members], width, pages, device))
+            own = [nodes[i] for i in members], [paths[i] for i in members]
+            self._blocks.append(_Block.build(*own, width, pages, device))
             for place, i in enumerate(members):
                 first = offset + place * width
                 inverse[nodes[i].start : nodes[i].start + nodes[i].length] = np.arange(first, first + nodes[i].length)
@@ -82,7 +83,7 @@ class _Block:
     pages: int
 
     @classmethod
-    def build(cls, nodes: list[Node], paths: list[np.ndarray], width: int, pages: int, device) -> _Block:  # noqa: ANN001
+    def build(cls, nodes: list[Node], paths: list[np.ndarray], width: int, pages: int, device) -> _Block:
         n = len(nodes)
         query_rows = np.zeros((n, width), dtype=np.int64)
         positions = np.zeros((n, width), dtype=np.int64)

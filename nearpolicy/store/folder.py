@@ -86,7 +86,10 @@ def create_run_folder(name: str, *, directory: str | Path | None = None, parent:
     if directory is not None:
         refuse_unusable(directory)
         path = Path(directory)
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunFolderError(f"run.dir {path} cannot be made: {error}. Choose another run.dir") from error
     else:
         if not re.fullmatch(r"[\w.+-]+", name) or name.startswith("."):
             raise RunFolderError(f"run.name is {name!r}; use letters, digits, '-', '_', '.' (it names a folder)")

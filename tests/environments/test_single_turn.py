@@ -23,28 +23,34 @@ class Generator:
         self.order, self.failing, self.empty, self.never = order, failing, empty, never
         self.requests: list[Request] = []
         self.left_early = 0
+        self.aborted = asyncio.Event()
 
     async def submit(self, request: Request) -> AsyncIterator[Completion]:
         self.requests.append(request)
         try:
             for sample in self.order:
                 if sample in self.never:
-                    await asyncio.Event().wait()
+                    await self.aborted.wait()
                 await asyncio.sleep(0)
                 failed = sample in self.failing
                 tokens = [] if failed or sample in self.empty else [10 + sample, 99]
+                aborted = sample in self.never
                 yield Completion(
                     request=request.id,
                     sample=sample,
                     token_ids=np.array(tokens, dtype=np.int32),
                     logprobs=-np.ones(len(tokens), dtype=np.float32),
                     versions=np.full(len(tokens), 3, dtype=np.int32),
-                    finish=Finish.FAILED if failed else Finish.STOP,
+                    finish=Finish.FAILED if failed else Finish.ABORTED if aborted else Finish.STOP,
                     reason="no page of memory" if failed else "",
                 )
         except (asyncio.CancelledError, GeneratorExit):
             self.left_early += 1
             raise
+
+    async def abort(self, request_ids) -> None:
+        assert list(request_ids) == [self.requests[-1].id]
+        self.aborted.set()
 
     def capabilities(self) -> Capabilities:
         names = ("seeded", "batch_invariant", "resumable", "in_flight_update", "prefix_cache", "adapters")
@@ -79,7 +85,7 @@ def reward_of(verdicts: Mapping[str, Verdict], task: str) -> float | None:
     return verdicts["number"].value
 
 
-def single_turn(generator: Generator, verifier: Verifier, n: int = 4) -> SingleTurn:
+def single_turn(generator: Generator, verifier: Verifier, n: int = 4, timeout_s: float | None = None) -> SingleTurn:
     return SingleTurn(
         generator,
         verifier,
@@ -88,6 +94,7 @@ def single_turn(generator: Generator, verifier: Verifier, n: int = 4) -> SingleT
         reward_of=reward_of,
         sampling=Sampling(stop_token_ids=(99,)),
         n=n,
+        timeout_s=timeout_s,
     )
 
 
@@ -231,6 +238,18 @@ def test_a_rollout_that_never_ends_is_named_and_its_group_retried():
     assert group.failure == ("no group within 0.05 s (queue.rollout_timeout_s): samples [5] of 8 were not generated")
     assert len(generator.requests) == 2
     assert generator.left_early == 2  # the generator is told to stop
+
+
+def test_a_request_out_of_time_is_aborted_and_its_tokens_stay_for_the_ledger():
+    generator = Generator(never=(2,))
+    group = run(single_turn(generator, Verifier(order=(0, 1, 3), silent=(1,)), timeout_s=0.05))
+    assert generator.aborted.is_set() and generator.left_early == 0
+    assert group.failure == (
+        "no group within 0.05 s: samples [2, 3] of 4 were not generated and samples [1] of 4 were not judged"
+    )
+    assert [rollout.finish for rollout in group.rollouts] == [Finish.STOP, Finish.STOP, Finish.ABORTED, Finish.STOP]
+    assert group.num_sampled == 8
+    assert group.rewards[1] is None and group.rewards[2] is None
 
 
 def test_a_verifier_that_never_answers_is_named():

@@ -221,10 +221,7 @@ def test_a_folder_that_holds_a_run_is_refused_by_name(finished, recipe):
     "where",
     [
         "/dev/null/run",
-        pytest.param(
-            "/proc/nearpolicy-run",
-            marks=pytest.mark.xfail(strict=True, reason="create_run_folder lets its own OSError out"),
-        ),
+        "/proc/nearpolicy-run",
     ],
 )
 def test_a_folder_that_cannot_be_made_is_refused_by_name(recipe, where):
