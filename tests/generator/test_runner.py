@@ -284,6 +284,7 @@ def test_another_number_of_threads_in_the_middle_changes_no_bit():
         await change
         assert_same_bits({(c.request, c.sample): c for c in await task}, expected)
         assert seen == [1] * 6 + [2] * 14
+        assert engine.threads == 2  # decides the padding
 
     playing(scene, engine_options={"numerics": numerics})
 
