@@ -2,9 +2,9 @@
 
     python -m benchmarks.overlap [--pairs 3] [--steps 6]
 
-Fixed work: the learning rate is so small that every version samples like version 0, so both sides generate and learn the
-same tokens, which is checked before anything is compared. Each side has its best thread counts: all cores for the role
-whose turn it is, against one thread per role. Pairs alternate. The last line is one JSON object.
+Fixed work: the learning rate is so small that every version samples like version 0, so both sides generate and learn
+the same tokens, which is checked before anything is compared. Each side has its best thread counts: all cores for the
+role whose turn it is, against one thread per role. Pairs alternate. The last line is one JSON object.
 """
 
 from __future__ import annotations

@@ -35,7 +35,11 @@ learner = load_policy(folder)  # the weights that change
 engine_model = load_policy(folder)  # the weights that sample
 numerics = probe_model(learner, max_threads=1) or FAST
 torch.set_num_threads(1)
-engine = Engine(engine_model, EngineLimits(max_running=PROMPTS * GROUP, num_pages=PROMPTS * (GROUP + 1), prefill_chunk=512), numerics)
+engine = Engine(
+    engine_model,
+    EngineLimits(max_running=PROMPTS * GROUP, num_pages=PROMPTS * (GROUP + 1), prefill_chunk=512),
+    numerics,
+)
 optimizer = torch.optim.AdamW(learner.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
 sampling = Sampling(temperature=1.0, max_tokens=1, stop_token_ids=(tokenizer.eos_token_id,))
 

@@ -63,9 +63,7 @@ async def main() -> list[float]:
         verbs.version += 1
         record = await publisher.publish()  # the engine shows that it holds these weights
         rewards.append(sum(r for g in groups for r in g.rewards if r is not None) / (16 * len(groups[0].rewards)))
-        print(
-            f"version {record.version}: reward {rewards[-1]:.3f}, {len(useful)} groups trained, gradient norm {norm:.2f}"
-        )
+        print(f"version {record.version}: reward {rewards[-1]:.3f}, {len(useful)} groups, gradient norm {norm:.2f}")
 
     engine.runner.close()
     learner.close()

@@ -1,6 +1,6 @@
 """A run from Python: a model, a reward function, rows. About half a minute on two cores.
 
-    python examples/trainer.py
+python examples/trainer.py
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str):  # noqa: ANN202
+def __getattr__(name: str):
     if name == "Trainer":
         from nearpolicy.launch.trainer import Trainer
 

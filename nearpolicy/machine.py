@@ -2,7 +2,8 @@
 
 Two environment variables decide what the rest of the system can promise on a CPU:
 
-- ``OMP_WAIT_POLICY=passive``: a spinning two-thread pool beside one busy process is several times slower than one thread.
+- ``OMP_WAIT_POLICY=passive``: a spinning two-thread pool beside one busy process is several times slower than one
+  thread.
 - ``MKL_CBWR=<branch>,STRICT`` on Intel processors: MKL's strict conditional reproducibility makes every row of a
   product independent of the number of rows and of the thread count, at no measurable cost here. Without it AVX-512
   kernels switch at 16 rows and split the inner dimension over threads. Other vendors do not offer the strict branches;

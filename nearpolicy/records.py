@@ -2,8 +2,8 @@
 
     Prompt -> Admission -> Rollout (segments) -> Group (with verdicts) -> Batch (with advantages)
 
-Each type means "this much is known"; no later stage fills fields into an earlier one. Arrays are marked read-only when a
-record is made, so that a record can be shared between threads without a copy.
+Each type means "this much is known"; no later stage fills fields into an earlier one. Arrays are marked read-only when
+a record is made, so that a record can be shared between threads without a copy.
 """
 
 from __future__ import annotations

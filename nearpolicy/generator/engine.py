@@ -1,9 +1,9 @@
 """The forward pass of the embedded engine: plan, compute, draw, finish. Single-threaded; `runner` gives it a thread.
 
-    plan      Scheduler: one token of every running sequence, then chunks of prompts and interrupted prefixes
-    compute   PolicyModel.logits over the packed tokens, keys and values in pages
-    draw      sampled_logprobs, draw: the log-probability kept is the one the token was drawn from
-    finish    stop token, stop string, length
+plan      Scheduler: one token of every running sequence, then chunks of prompts and interrupted prefixes
+compute   PolicyModel.logits over the packed tokens, keys and values in pages
+draw      sampled_logprobs, draw: the log-probability kept is the one the token was drawn from
+finish    stop token, stop string, length
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class Engine:
         self.scheduler.version = version
         parameter = next(policy.parameters())
         self._store = KeyValueStore(attention_shapes(policy), limits.num_pages, parameter.dtype, parameter.device)
+        self._vocabulary: int = policy.config.get_text_config().vocab_size
         self._numerics = numerics
         self.threads = threads
         self._decode = decode
@@ -96,6 +97,10 @@ class Engine:
     def _refusal(self, request: Request) -> str | None:
         if not len(request.token_ids):
             return "the prompt has no token"
+        low, high = int(request.token_ids.min()), int(request.token_ids.max())
+        if low < 0 or high >= self._vocabulary:
+            wrong = low if low < 0 else high
+            return f"the prompt holds token id {wrong}, the model has 0 .. {self._vocabulary - 1}"
         if not self.scheduler.fits(request):
             return (
                 f"a sequence of {len(request.token_ids)} + {request.sampling.max_tokens} tokens does not fit into "
@@ -139,10 +144,10 @@ class Engine:
             drawing += start.samples
             logits.append(start.logits.expand(len(start.samples), -1))
         self.scheduler.release_spent()
-        if not drawing:
-            return ended
-        ended += self._draw(drawing, logits[0] if len(logits) == 1 else torch.cat(logits))
-        self._report(pieces, drawing, time.perf_counter() - begin)
+        if drawing:
+            ended += self._draw(drawing, logits[0] if len(logits) == 1 else torch.cat(logits))
+        if pieces or drawing:
+            self._report(pieces, drawing, time.perf_counter() - begin)
         return ended
 
     def _forward(self, pieces: list[Piece], completing: list[Piece]) -> Tensor:
@@ -150,7 +155,7 @@ class Engine:
         ids = [p.work.token(i) for p in pieces for i in range(p.span.start, p.span.start + p.span.length)]
         num_rows = self._numerics.rows(len(ids), self.threads)
         context = PagedContext(self._store, [p.span for p in pieces], num_rows)
-        input_ids = torch.tensor(ids + [ids[0]] * (num_rows - len(ids)))
+        input_ids = torch.tensor(ids + [ids[0]] * (num_rows - len(ids)), device=self._store.device)
         hidden = self.policy.hidden(input_ids, context.positions, context)
         if not completing:
             return hidden.new_empty(0, 0)
@@ -169,7 +174,7 @@ class Engine:
             logprobs = sampled_logprobs(logits if len(places) == len(sequences) else logits[places], sampling)
             numbers = uniforms([s.key for s in chosen], [len(s.tokens) for s in chosen])
             tokens = draw(logprobs, numbers)
-            values = logprobs.gather(1, tokens[:, None])[:, 0]
+            values = logprobs.gather(1, tokens[:, None].to(logprobs.device))[:, 0]
             for sequence, token, value in zip(chosen, tokens.tolist(), values.tolist(), strict=True):
                 completion = self._append(sequence, token, value)
                 if completion is not None:

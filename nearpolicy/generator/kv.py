@@ -66,6 +66,7 @@ class KeyValueStore:
         def zeros(shape: AttentionShape, width: int) -> Tensor:
             return torch.zeros(num_pages + 1, shape.kv_heads, PAGE, width, dtype=dtype, device=device)
 
+        self.device = device
         self.keys = {layer: zeros(shape, shape.key_size) for layer, shape in layers.items()}
         self.values = {layer: zeros(shape, shape.value_size + 1) for layer, shape in layers.items()}
 
@@ -77,7 +78,7 @@ class KeyValueStore:
         """Copy whole pages in every layer: how a shared prompt's last, unfinished page becomes a sequence's own."""
         if not sources:
             return
-        source, target = torch.tensor(sources), torch.tensor(targets)
+        source, target = (torch.tensor(pages, device=self.device) for pages in (sources, targets))
         for store in (self.keys, self.values):
             for tensor in store.values():
                 tensor[target] = tensor[source]
@@ -100,24 +101,25 @@ class PagedContext:
     def __init__(self, store: KeyValueStore, spans: Sequence[Span], num_rows: int) -> None:
         """Rows are packed in the order of ``spans``; rows behind them are padding. Decoding spans have length 1."""
         self._store = store
-        self._num_rows = num_rows
+        device = store.device
         positions = np.concatenate([np.arange(s.start, s.start + s.length) for s in spans])
         pages = np.concatenate([np.asarray(s.pages)[np.arange(s.start, s.start + s.length) // PAGE] for s in spans])
         padding = num_rows - len(positions)
-        self.positions = torch.from_numpy(np.pad(positions, (0, padding)))
+        self.positions = torch.from_numpy(np.pad(positions, (0, padding))).to(device)
         """[num_rows] position of every packed row in its sequence."""
-        self._page = torch.from_numpy(pages)
-        self._offset = torch.from_numpy(positions % PAGE)
+        self._page = torch.from_numpy(pages).to(device)
+        self._offset = torch.from_numpy(positions % PAGE).to(device)
         self._new_pages = self._page[self._offset == 0]
         starts = np.cumsum([0, *(s.length for s in spans)])
         decoding = [i for i, s in enumerate(spans) if s.length == 1]
         chunks = [i for i, s in enumerate(spans) if s.length > 1]
-        self._blocks = [_Block.build([spans[i] for i in part], starts[part]) for part in (decoding, chunks) if part]
+        parts = [part for part in (decoding, chunks) if part]
+        self._blocks = [_Block.build([spans[i] for i in part], starts[part], device) for part in parts]
         order = np.concatenate([b.packed_rows for b in self._blocks])
         inverse = np.zeros(num_rows, dtype=np.int64)
         inverse[order[order >= 0]] = np.flatnonzero(order >= 0)
         in_order = len(order) == num_rows and np.array_equal(order, np.arange(num_rows))
-        self._inverse = None if in_order else torch.from_numpy(inverse)
+        self._inverse = None if in_order else torch.from_numpy(inverse).to(device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
         keys, values = self._store.keys[layer], self._store.values[layer]
@@ -136,14 +138,15 @@ class _Block:
     def __init__(
         self, query_rows: Tensor | slice, packed_rows: np.ndarray, queries: Queries, table: np.ndarray
     ) -> None:
+        device = queries.positions.device
         self._query_rows = query_rows
         self.packed_rows = packed_rows
         """[n * R] packed row of each query, -1 for padding."""
         self._queries = queries
-        self._pages = [_page_selector(column) for column in table.T]
+        self._pages = [_page_selector(column, device) for column in table.T]
 
     @classmethod
-    def build(cls, spans: Sequence[Span], starts: np.ndarray) -> _Block:
+    def build(cls, spans: Sequence[Span], starts: np.ndarray, device: torch.device) -> _Block:
         n, width = len(spans), max(s.length for s in spans)
         steps = np.arange(width)
         lengths = np.array([s.length for s in spans])[:, None]
@@ -156,17 +159,18 @@ class _Block:
             table[i, : len(used)] = used
         flat = rows.reshape(-1)
         contiguous = np.array_equal(flat, np.arange(flat[0], flat[0] + len(flat)))
-        query_rows = slice(int(flat[0]), int(flat[0]) + len(flat)) if contiguous else torch.from_numpy(flat)
+        query_rows = slice(int(flat[0]), int(flat[0]) + len(flat)) if contiguous else torch.from_numpy(flat).to(device)
         packed = np.where(steps < lengths, rows, -1).reshape(-1)
-        return cls(query_rows, packed, Queries(torch.from_numpy(positions), positions.max(axis=0).tolist()), table)
+        queries = Queries(torch.from_numpy(positions).to(device), positions.max(axis=0).tolist())
+        return cls(query_rows, packed, queries, table)
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, rule: Rule) -> Tensor:
         queries = q[self._query_rows].unflatten(0, self._queries.positions.shape)
         return attend(queries, self._queries, lambda j: (keys[self._pages[j]], values[self._pages[j]]), rule)
 
 
-def _page_selector(pages: np.ndarray) -> slice | Tensor:
+def _page_selector(pages: np.ndarray, device: torch.device) -> slice | Tensor:
     """A view where the pages lie side by side, a gather elsewhere."""
     if len(pages) and np.array_equal(pages, np.arange(pages[0], pages[0] + len(pages))):
         return slice(int(pages[0]), int(pages[0]) + len(pages))
-    return torch.from_numpy(np.ascontiguousarray(pages))
+    return torch.from_numpy(np.ascontiguousarray(pages)).to(device)

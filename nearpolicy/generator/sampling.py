@@ -91,7 +91,7 @@ def draw(logprobs: Tensor, numbers: np.ndarray) -> Tensor:
     """
     batch, vocabulary = logprobs.shape
     num_blocks = -(-vocabulary // _BLOCK)
-    probabilities = logprobs.exp().numpy()
+    probabilities = logprobs.exp().cpu().numpy()
     if num_blocks * _BLOCK != vocabulary:
         probabilities = np.pad(probabilities, ((0, 0), (0, num_blocks * _BLOCK - vocabulary)))
     blocks = probabilities.reshape(batch, num_blocks, _BLOCK)

@@ -1,8 +1,8 @@
 """From a recipe to roles: each function builds one thing and knows nothing of the life of a run.
 
-    Language      model folder, renderer, data, sampling          (tokenizer, no weights)
-    start_engine  policy, probe, pages, engine thread
-    start_learner policy, objective, optimizer, learner thread
+Language      model folder, renderer, data, sampling          (tokenizer, no weights)
+start_engine  policy, probe, pages, engine thread
+start_learner policy, objective, optimizer, learner thread
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from nearpolicy.launch.inline import LearnerInThread, RoleThread
 from nearpolicy.launch.sizes import longest_sequence, role_threads
 from nearpolicy.learner.step import PolicyLearner
 from nearpolicy.machine import num_cores
+from nearpolicy.models.device import pick_device
 from nearpolicy.models.loading import load_policy, resolve
 from nearpolicy.models.numerics import FAST, Numerics, probe_model
 from nearpolicy.models.policy import PolicyModel
@@ -93,7 +94,7 @@ class EngineParts:
 def start_engine(config: RunConfig, language: Language, on_event: OnEvent, say: Callable[[str], None]) -> EngineParts:
     """Load the engine's model, probe the machine, size the pages, start the thread."""
     torch.set_num_threads(num_cores())
-    policy = load_policy(language.folder, getattr(torch, config.model.dtype))
+    policy = load_policy(language.folder, getattr(torch, config.model.dtype), pick_device())
     mode, numerics = choose_numerics(config, policy, say)
     threads = min(role_threads(config, num_cores())[0], numerics.max_threads)
     limits = EngineLimits.sized(
@@ -122,15 +123,15 @@ def choose_numerics(config: RunConfig, policy: PolicyModel, say: Callable[[str],
     """The mode this machine can keep, and its rule; says so if it is not the one asked for."""
     if config.numerics == "fast":
         return "fast", FAST
-    found = probe_model(policy, num_cores())
+    found = probe_model(policy, num_cores()) if policy.device.type == "cpu" else None
     if found is not None:
         return "exact", found
     if config.run.numerics == "exact":
         raise ConfigError(
-            "run.numerics=exact is not to be had on this machine: rows of a matrix product depend on their neighbours. "
-            "Set run.numerics=fast; the mismatch is then measured and corrected"
+            f"run.numerics=exact is not to be had here ({policy.device.type}): rows of a matrix product depend on "
+            "their neighbours. Set run.numerics=fast; the mismatch is then measured and corrected"
         )
-    say("exact numerics are not to be had on this machine: going on with run.numerics=fast")
+    say(f"exact numerics are not to be had here ({policy.device.type}): going on with run.numerics=fast")
     return "fast", FAST
 
 
@@ -138,7 +139,7 @@ def start_learner(config: RunConfig, language: Language, numerics: Numerics, on_
     """Load the learner's own copy of the model, and start its thread."""
     threads = min(role_threads(config, num_cores())[1], numerics.max_threads)
     learner = PolicyLearner(
-        load_policy(language.folder, getattr(torch, config.model.dtype), known_to_fit=True),
+        load_policy(language.folder, getattr(torch, config.model.dtype), pick_device(), known_to_fit=True),
         Objective(config.objective, config.sampling.max_completion_length),
         config.learner,
         numerics,
@@ -150,9 +151,7 @@ def start_learner(config: RunConfig, language: Language, numerics: Numerics, on_
     return LearnerInThread(learner, RoleThread("learner", threads))
 
 
-def make_evaluator(
-    config: RunConfig, language: Language, generator: Generator, verifier: Verifier
-) -> Evaluator | None:
+def make_evaluator(config: RunConfig, language: Language, generator: Generator, verifier: Verifier) -> Evaluator | None:
     """Asks the held-out questions of every task that has some; None if none has."""
     tasks = [
         HeldOut(

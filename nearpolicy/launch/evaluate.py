@@ -31,7 +31,9 @@ def command(
     config = load_recipe(recipe, overrides or [])
     refuse(config)
     if not any(task.held_out for task in config.tasks):
-        raise ConfigError(f"{recipe}: no task holds out questions, so there is nothing to evaluate; set tasks.0.held_out")
+        raise ConfigError(
+            f"{recipe}: no task holds out questions, so there is nothing to evaluate; set tasks.0.held_out"
+        )
     if checkpoint is not None and not (checkpoint / "config.json").is_file():
         raise ModelError(f"--checkpoint {checkpoint} is not a Hugging Face model folder (it has no config.json)")
     samples = asyncio.run(evaluate(config, checkpoint))

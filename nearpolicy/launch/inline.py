@@ -18,7 +18,9 @@ class RoleThread:
     """One long-lived thread; `torch.set_num_threads` acts on the thread that calls it, so a role keeps its own."""
 
     def __init__(self, name: str, threads: int) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name, initializer=_settle, initargs=(threads,))
+        self._pool = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix=name, initializer=_settle, initargs=(threads,)
+        )
 
     async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run there, in the order of the calls."""

@@ -135,9 +135,7 @@ class Session:
             on_retry=lambda group: self.store.discarded(group, Fate.FAILED, group.failure),
         )
         queue = StalenessBoundedQueue(
-            Ledger(
-                prompts_per_step=limits.prompts_per_step, max_staleness=limits.max_staleness, order=limits.order
-            ),
+            Ledger(prompts_per_step=limits.prompts_per_step, max_staleness=limits.max_staleness, order=limits.order),
             self.language.mixture,
             self.store,
             seed=config.run.seed,
@@ -258,7 +256,7 @@ class Session:
         self.store.flush()
         with RunReader(self.folder.path) as run:
             lines = run.metrics()
-            ledger = {fate: tokens for fate, tokens in run.ledger().items()}
+            ledger = dict(run.ledger().items())
         summary = {
             "steps": steps,
             **{name: round(seconds, 2) for name, seconds in times.items()},

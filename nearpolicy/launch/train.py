@@ -102,5 +102,3 @@ def closing_words(summary: Mapping[str, Any]) -> str:
                 f"95 % interval {low:.1%} to {high:.1%}){passes}"
             )
     return "\n".join(lines)
-
-

@@ -83,5 +83,3 @@ class Trainer:
 def _name(place: int, function: RewardFunction) -> str:
     name = getattr(function, "__name__", "")
     return name if name.isidentifier() else f"reward_{place}"
-
-

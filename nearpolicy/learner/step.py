@@ -147,16 +147,16 @@ class PolicyLearner:
         for packed in self._packed(rows, useful):
             logprobs, entropies = self._score(packed)
             columns = _columns(rows, packed, proximal, shares)
-            behavior = torch.from_numpy(columns["behavior"])
-            base = logprobs.detach() if proximal is None else torch.from_numpy(columns["proximal"])
-            losses, named = objective.token_losses(logprobs, base, behavior, torch.from_numpy(columns["advantages"]))
-            loss = (losses * torch.from_numpy(columns["shares"])).sum()
+            here = {name: torch.from_numpy(values).to(logprobs.device) for name, values in columns.items()}
+            base = logprobs.detach() if proximal is None else here["proximal"]
+            losses, named = objective.token_losses(logprobs, base, here["behavior"], here["advantages"])
+            loss = (losses * here["shares"]).sum()
             loss.backward()
             stats.loss += float(loss.detach())
             stats.tokens += len(packed.targets)
             for name, values in {"policy/entropy": entropies, **named}.items():
                 stats.sums[name] += float(values.double().sum())
-            stats.proximal.append(base.numpy())
+            stats.proximal.append(base.cpu().numpy())
             stats.behavior.append(columns["behavior"])
         return bool(useful)
 
@@ -203,7 +203,7 @@ class PolicyLearner:
         """[N] log-probabilities (with gradient) and entropies of the packed targets."""
         num_rows = self._numerics.rows(len(packed.input_ids), self._threads)
         num_targets = self._numerics.rows(len(packed.targets), self._threads)
-        device = next(self.policy.parameters()).device
+        device = self.policy.device
         context = RowContext(packed.nodes, num_rows, device)
 
         def padded(array: np.ndarray, length: int) -> Tensor:

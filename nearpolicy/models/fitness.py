@@ -42,9 +42,9 @@ def check_fitness(
 def _measure(policy: PolicyModel, name: str, plain_attention: str, tolerance: float) -> tuple[float, float]:
     """Largest gap, and how much a token's distribution feels the prompt (nats); raises if the gap is too large."""
     vocabulary = policy.config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(20)
+    generator, device = torch.Generator().manual_seed(20), policy.device
     prompt, first, second, other = (
-        torch.randint(3, vocabulary, (length,), generator=generator) for length in (PAGE + 7, 9, 5, 11)
+        torch.randint(3, vocabulary, (length,), generator=generator).to(device) for length in (PAGE + 7, 9, 5, 11)
     )
     policy.model.set_attn_implementation(plain_attention)
     full = torch.cat([prompt, first])
@@ -111,7 +111,7 @@ def _packed(policy: PolicyModel, prompt: Tensor, first: Tensor, second: Tensor, 
         Node(starts[2], len(second), parent=0),
         Node(starts[3], len(other)),
     ]
-    context = RowContext(nodes, len(ids))
+    context = RowContext(nodes, len(ids), policy.device)
     logits = policy.logits(ids, context.positions, context, torch.arange(len(ids)))
     own = [torch.log_softmax(part.float(), dim=-1) for part in logits.split([n.length for n in nodes])]
     return [torch.cat([own[0], own[1]]), torch.cat([own[0], own[2]]), own[3]]
@@ -143,7 +143,7 @@ def _in_two_chunks(policy: PolicyModel, ids: Tensor, cut: int) -> Tensor:
     context = _StoredKeys()
     parts = []
     for start, part in ((0, ids[:cut]), (cut, ids[cut:])):
-        context.positions = torch.arange(start, start + len(part))
+        context.positions = torch.arange(start, start + len(part), device=policy.device)
         logits = policy.logits(part, context.positions, context, torch.arange(len(part)))
         parts.append(torch.log_softmax(logits.float(), dim=-1))
     return torch.cat(parts)

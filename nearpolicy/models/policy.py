@@ -32,6 +32,10 @@ class PolicyModel(nn.Module):
     def config(self):
         return self.model.config
 
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
     def hidden(self, input_ids: Tensor, positions: Tensor, context: PackedContext) -> Tensor:
         """[T] ids and positions -> [T, hidden] last hidden states."""
         output = self.model.get_decoder()(

@@ -27,8 +27,8 @@ class AttentionShape:
 
 
 class _Watching(RowContext):
-    def __init__(self) -> None:
-        super().__init__([Node(0, 4)], 4)
+    def __init__(self, device: torch.device) -> None:
+        super().__init__([Node(0, 4)], 4, device)
         self.seen: dict[int, AttentionShape] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
@@ -39,8 +39,8 @@ class _Watching(RowContext):
 @torch.no_grad()
 def attention_shapes(policy: PolicyModel) -> dict[int, AttentionShape]:
     """Layer index -> widths, from one forward pass over four tokens."""
-    context = _Watching()
-    policy.hidden(torch.zeros(4, dtype=torch.long), context.positions, context)
+    context = _Watching(policy.device)
+    policy.hidden(torch.zeros(4, dtype=torch.long, device=policy.device), context.positions, context)
     return context.seen
 
 

@@ -169,6 +169,4 @@ def remaining_fit(versions: Iterable[int], *, completed: int, max_staleness: int
     Groups of version <= u must fit into the steps completed + 1 .. u + max_staleness.
     """
     ordered = sorted(versions)
-    return all(
-        number <= max(0, u + max_staleness - completed) * per_step for number, u in enumerate(ordered, start=1)
-    )
+    return all(number <= max(0, u + max_staleness - completed) * per_step for number, u in enumerate(ordered, start=1))

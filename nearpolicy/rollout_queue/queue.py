@@ -1,9 +1,9 @@
 """The queue: asyncio waits around the ledger. Every slot given out comes back exactly once.
 
-    reserve -> Slot       waits for a free slot              woken by retire, and by fill of a failed group
-    fill(slot, group)     never waits                        wakes take
-    take(n) -> groups     waits for a batch                  woken by fill
-    complete, retire      never wait                         wake reserve
+reserve -> Slot       waits for a free slot              woken by retire, and by fill of a failed group
+fill(slot, group)     never waits                        wakes take
+take(n) -> groups     waits for a batch                  woken by fill
+complete, retire      never wait                         wake reserve
 """
 
 from __future__ import annotations

@@ -343,3 +343,21 @@ def test_events_count_every_sampled_token_and_every_prompt_token():
     steps = [numbers for kind, numbers in events if kind == "decode_step"]
     assert [step["batch"] for step in steps] == [3] * 7
     assert [step["context_sum"] for step in steps] == [3 * (30 + i) for i in range(1, 8)]
+
+
+def test_a_long_queue_of_prompts_leaves_the_pages_to_sequences_that_decode_together():
+    """Prompts computed far ahead once took all pages, and a memory for sixteen decoded one sequence at a time."""
+    passes = []
+    engine = make_engine(families.shared(), max_running=16, num_pages=20, on_event=lambda *_, **n: passes.append(n))
+    run(engine, [make_request(40, id=str(i), n=1 + 3 * (i % 2), admission=i, max_tokens=6) for i in range(40)])
+    sampled = sum(numbers["sampled"] for numbers in passes)
+    assert sampled == 20 * 6 + 20 * 4 * 6
+    assert sampled / len(passes) > 12
+
+
+def test_token_ids_outside_the_vocabulary_fail_their_request_only():
+    engine = make_engine(families.shared())
+    (completion,) = engine.submit(make_request([5, 100_000]))
+    assert completion.finish is Finish.FAILED
+    assert "100000" in completion.reason
+    assert len(run(engine, [make_request(5, id="good", max_tokens=3)])["good", 0].token_ids) == 3
