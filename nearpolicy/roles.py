@@ -186,6 +186,10 @@ class RolloutQueue(Protocol):
         """The learner has finished the step that consumed the last `take`."""
         ...
 
+    def expire(self) -> None:
+        """Groups beyond the bound are given up: they end as expired and free their slots."""
+        ...
+
     def retire(self, version: int) -> None:
         """Weights that contain ``version`` steps are published: the slots of those steps are free."""
         ...

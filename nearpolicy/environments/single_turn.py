@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from nearpolicy.errors import EngineError, NearpolicyError
+from nearpolicy.errors import ConfigError, EngineError, NearpolicyError
 from nearpolicy.records import Admission, Finish, Group, Prompt, Rollout, Segment, Verdict
 from nearpolicy.roles import Completion, Environment, Generator, Request, Sampling, Verifier
 
@@ -43,7 +43,13 @@ class SingleTurn:
         self._reward_of = reward_of
         self._sampling = sampling
         self._n = n
-        self._numerics = generator.capabilities().numerics
+        found = generator.capabilities()
+        if not found.returns_token_ids:
+            raise ConfigError(
+                "this generator returns text only; training needs the token ids that were sampled, since text that is "
+                "tokenised again may give others. Use a generator that returns ids, or only evaluate with this one"
+            )
+        self._numerics = found.numerics
 
     async def run(self, admission: Admission) -> Group:
         context = self._render(admission.prompt)

@@ -29,6 +29,8 @@ from nearpolicy.records import Finish
 from nearpolicy.roles import Completion, Request, Weights
 
 EventSink = Callable[..., None]
+SERVED_POLICY = "policy"
+"""The one policy an engine without adapters has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,8 @@ class Engine:
         return [_ended(request, i, Finish.FAILED, reason) for i in range(request.n)]
 
     def _refusal(self, request: Request) -> str | None:
+        if request.policy != SERVED_POLICY:
+            return f"policy {request.policy!r} was asked for, this engine serves {SERVED_POLICY!r}"
         if not len(request.token_ids):
             return "the prompt has no token"
         low, high = int(request.token_ids.min()), int(request.token_ids.max())

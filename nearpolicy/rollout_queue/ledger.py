@@ -109,6 +109,21 @@ class Ledger:
         self._expect(index, State.RUNNING)
         del self._held[index]
 
+    def overdue(self) -> list[int]:
+        """Groups that are ready and beyond the bound. By the proof above there are none in a run that goes on by itself;
+        there may be after a state was put together from outside, and they must not be consumed.
+        """
+        return [
+            index
+            for index in self.indices(State.READY)
+            if self.completed_steps - self._held[index].version > self.max_staleness
+        ]
+
+    def expire(self, index: int) -> None:
+        """A ready group is given up; its slot is free."""
+        self._expect(index, State.READY)
+        del self._held[index]
+
     def batch(self, count: int) -> list[int] | None:
         """Indices of the next ``count`` groups, or None while the learner has to wait."""
         waiting = [held for held in self._held.values() if held.state is not State.CONSUMED]

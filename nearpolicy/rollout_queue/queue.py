@@ -4,6 +4,7 @@ reserve -> Slot       waits for a free slot              woken by retire, and by
 fill(slot, group)     never waits                        wakes take
 take(n) -> groups     waits for a batch                  woken by fill
 complete, retire      never wait                         wake reserve
+expire                never waits                        wakes reserve
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class StalenessBoundedQueue:
         stall_timeout_s: float = 900.0,
         on_event: Callable[..., None] | None = None,
     ) -> None:
-        """``num_groups``: groups the run needs in all; no more are admitted, but for those that fail."""
+        """``num_groups``: groups the run needs in all; no more are admitted, but for those given up."""
         self._ledger = ledger
         self._prompts = prompts
         self._store = store
@@ -44,6 +45,8 @@ class StalenessBoundedQueue:
         self._data_ended = False
         self.num_failed = 0
         """Groups that failed since the start of the run."""
+        self.num_expired = 0
+        """Groups that were beyond the bound before they could be consumed."""
 
     async def reserve(self) -> Slot | None:
         await self._until(lambda: self._data_ended or (self._ledger.can_admit and self._more_are_needed))
@@ -74,6 +77,7 @@ class StalenessBoundedQueue:
             self._groups[index] = group
             self._store.filled(group)
             self._emit("ready", admission=index, version=group.oldest_version)
+            self.expire()
         self._changed.set()
 
     async def take(self, count: int) -> Sequence[Group]:
@@ -93,6 +97,18 @@ class StalenessBoundedQueue:
         if step != self._ledger.completed_steps:
             raise ValueError(f"step {step} completed, but {self._ledger.completed_steps} was in progress")
         self._ledger.complete()
+        self.expire()
+
+    def expire(self) -> None:
+        """Give up groups beyond the bound: counted, never consumed, replaced by later prompts."""
+        for index in self._ledger.overdue():
+            group = self._groups.pop(index)
+            self._ledger.expire(index)
+            self.num_expired += 1
+            done, bound = self._ledger.completed_steps, self._ledger.max_staleness
+            reason = f"version {group.oldest_version} with {done} steps completed, queue.max_staleness is {bound}"
+            self._store.discarded(group, Fate.EXPIRED, reason)
+            self._changed.set()
 
     def retire(self, version: int) -> None:
         self._ledger.retire(version)
@@ -105,7 +121,8 @@ class StalenessBoundedQueue:
 
     @property
     def _more_are_needed(self) -> bool:
-        return self._num_groups is None or self._ledger.next_index - self.num_failed < self._num_groups
+        given_up = self.num_failed + self.num_expired
+        return self._num_groups is None or self._ledger.next_index - given_up < self._num_groups
 
     @property
     def _nothing_follows(self) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from nearpolicy.environments.single_turn import Bounded, SingleTurn
-from nearpolicy.errors import EngineError
+from nearpolicy.errors import ConfigError, EngineError
 from nearpolicy.records import Admission, Finish, Group, Outcome, Prompt, Rollout, Verdict
 from nearpolicy.roles import Capabilities, Completion, Request, Sampling
 
@@ -270,3 +271,15 @@ def test_ending_the_run_is_not_taken_for_a_failure():
             await task
 
     asyncio.run(scenario())
+
+
+def test_a_generator_that_returns_text_only_is_refused_for_training():
+    """K17."""
+
+    class TextOnly(Generator):
+        def capabilities(self) -> Capabilities:
+            return replace(super().capabilities(), returns_token_ids=False)
+
+    with pytest.raises(ConfigError, match="returns text only"):
+        single_turn(TextOnly(), Verifier())
+

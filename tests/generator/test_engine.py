@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import math
 
 import families
@@ -361,3 +363,10 @@ def test_token_ids_outside_the_vocabulary_fail_their_request_only():
     assert completion.finish is Finish.FAILED
     assert "100000" in completion.reason
     assert len(run(engine, [make_request(5, id="good", max_tokens=3)])["good", 0].token_ids) == 3
+
+
+def test_a_policy_that_is_not_served_fails_by_name():
+    engine = make_engine(families.shared())
+    (completion,) = engine.submit(replace(make_request(5), policy="critic"))
+    assert (completion.finish, "'critic'" in completion.reason) == (Finish.FAILED, True)
+

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from nearpolicy.errors import StandstillError
+from nearpolicy.errors import StalenessError, StandstillError
 from nearpolicy.records import Admission, Fate, Finish, Group, Prompt, Rollout, Segment
 from nearpolicy.rollout_queue.ledger import Ledger
 from nearpolicy.rollout_queue.queue import StalenessBoundedQueue
@@ -274,3 +274,41 @@ def test_a_group_of_another_admission_cannot_fill_a_slot():
             queue.fill(first, group_of(second.admission))
 
     asyncio.run(scenario())
+
+
+def test_groups_beyond_the_bound_are_expired_and_counted_and_those_at_the_bound_are_used():
+    """K27: limit 1, five steps completed, groups of versions 3, 4 and 5; one of version 6 is an error."""
+
+    async def scenario() -> None:
+        book = Book()
+        queue = a_queue(per_step=2, bound=1, book=book)
+        ledger = queue._ledger
+        slots = []
+        for version in (3, 4, 5):
+            ledger.published = ledger.completed_steps = version
+            slots.append(await queue.reserve())
+        for slot, version in zip(slots, (3, 4, 5), strict=True):
+            queue.fill(slot, group_of(slot.admission, versions=(version, 5)))
+        reason = "version 3 with 5 steps completed, queue.max_staleness is 1"
+        assert book.discarded_groups == [(0, Fate.EXPIRED, reason)]
+        assert (queue.num_expired, queue.num_waiting) == (1, 2)
+        assert [group.index for group in await queue.take(2)] == [1, 2]
+        late = await queue.reserve()
+        with pytest.raises(StalenessError, match="claims version 6, but only 5 steps"):
+            queue.fill(late, group_of(late.admission, versions=(6,)))
+
+    asyncio.run(scenario())
+
+
+def test_a_group_that_grows_too_old_while_it_waits_frees_its_slot_for_a_later_prompt():
+    async def scenario() -> None:
+        book = Book()
+        queue = a_queue(per_step=1, bound=0, book=book, num_groups=1)
+        slot = await queue.reserve()
+        queue.fill(slot, group_of(slot.admission))
+        queue.complete(0)  # a step that consumed nothing: the group is of version 0 and one step behind now
+        assert [fate for _, fate, _ in book.discarded_groups] == [Fate.EXPIRED]
+        assert (await queue.reserve()).admission.index == 1
+
+    asyncio.run(scenario())
+
