@@ -34,7 +34,7 @@ async def main() -> list[float]:
 
     language = build.Language.of(config)
     engine = build.start_engine(config, language, lambda *_, **__: None, print)
-    learner = build.start_learner(config, language, engine.numerics, lambda *_, **__: None)
+    learner = build.start_learner(config, language, engine, lambda *_, **__: None)
     verbs, rewards = learner.inner, []
     publisher = Publisher(learner, [engine.runner], timeout_s=60)
     environment = SingleTurn(

@@ -78,6 +78,7 @@ class EngineRunner:
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._subscribers: dict[str, _Subscriber] = {}
         self._paused = False
+        self._resting = True
         self._loads: list[tuple[Weights, Future[Mapping[str, str]], float]] = []
         self._ended: EngineError | None = None
         self._ending = threading.Lock()
@@ -137,6 +138,11 @@ class EngineRunner:
             proof="fingerprint",
         )
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the engine's core is free at the moment. May be asked from any thread; the answer may be old at once."""
+        return self._resting
+
     def close(self) -> None:
         """End the thread after the pass it is in."""
         self._commands.put(None)
@@ -173,6 +179,7 @@ class EngineRunner:
             wait = (self._paused or not self._engine.scheduler.has_work) and not self._loads
             if wait and self._commands.empty():
                 idle_since = idle_since or time.monotonic()
+            self._resting = wait
             try:
                 command = self._commands.get(block=wait)
             except queue.Empty:

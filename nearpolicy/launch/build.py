@@ -135,9 +135,17 @@ def choose_numerics(config: RunConfig, policy: PolicyModel, say: Callable[[str],
     return "fast", FAST
 
 
-def start_learner(config: RunConfig, language: Language, numerics: Numerics, on_event: OnEvent) -> LearnerInThread:
-    """Load the learner's own copy of the model, and start its thread."""
-    threads = min(role_threads(config, num_cores())[1], numerics.max_threads)
+def start_learner(config: RunConfig, language: Language, engine: EngineParts, on_event: OnEvent) -> LearnerInThread:
+    """Load the learner's own copy of the model, and start its thread.
+
+    Unless `learner.threads` says otherwise, it takes the engine's core too while the engine has nothing to do.
+    """
+    numerics, runner = engine.numerics, engine.runner
+    threads = usual = min(role_threads(config, num_cores())[1], numerics.max_threads)
+    threads_now = None
+    if config.learner.threads is None and usual < engine.all_threads:
+        threads = engine.all_threads
+        threads_now = lambda: threads if runner.is_idle else usual  # noqa: E731
     learner = PolicyLearner(
         load_policy(language.folder, getattr(torch, config.model.dtype), pick_device(), known_to_fit=True),
         Objective(config.objective, config.sampling.max_completion_length),
@@ -146,6 +154,7 @@ def start_learner(config: RunConfig, language: Language, numerics: Numerics, on_
         temperature=config.sampling.temperature,
         total_steps=config.run.steps,
         threads=threads,
+        threads_now=threads_now,
         on_event=on_event,
     )
     return LearnerInThread(learner, RoleThread("learner", threads))

@@ -86,7 +86,7 @@ class Session:
         config, tell = self.config, self.telemetry.event
         self.language = build.Language.of(config, self.functions)
         self.engine = build.start_engine(config, self.language, partial(tell, "generator"), self.say)
-        self.learner = build.start_learner(config, self.language, self.engine.numerics, partial(tell, "learner"))
+        self.learner = build.start_learner(config, self.language, self.engine, partial(tell, "learner"))
         generator = self.engine.runner
         self.publisher = Publisher(
             self.learner, [generator], timeout_s=config.sync.timeout_s, on_event=partial(tell, "sync")

@@ -36,8 +36,8 @@ class LearnerConfig(ConfigModel):
     """Keep only the inputs of the layers and compute the rest again in the backward pass: less memory, a third more
     work."""
     threads: PositiveInt | None = None
-    """Threads inside one operation of the learner. Left out: one if the engine may run at the same time, else all
-    cores."""
+    """Threads inside one operation of the learner. Left out: all cores while the engine has nothing to do, one
+    beside it."""
 
     @property
     def updates_per_step(self) -> int:

@@ -71,8 +71,12 @@ class PolicyLearner:
         temperature: float,
         total_steps: int,
         threads: int = 1,
+        threads_now: Callable[[], int] | None = None,
         on_event: Callable[..., None] | None = None,
     ) -> None:
+        """``threads``: the most that one operation uses. ``threads_now`` is asked before each micro-batch how many it
+        may use at the moment; with exact numerics the bits do not depend on the answer."""
+        self._threads_now = threads_now
         self.policy = policy
         self.objective = objective
         self.config = config
@@ -201,6 +205,8 @@ class PolicyLearner:
 
     def _score(self, packed: Packed) -> tuple[Tensor, Tensor]:
         """[N] log-probabilities (with gradient) and entropies of the packed targets."""
+        if self._threads_now is not None:
+            torch.set_num_threads(self._threads_now())
         num_rows = self._numerics.rows(len(packed.input_ids), self._threads)
         num_targets = self._numerics.rows(len(packed.targets), self._threads)
         device = self.policy.device
