@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from nearpolicy.records import Batch, Group, Row, StepReport
 from nearpolicy.roles import Environment, Learner, RolloutQueue, RunStore, Telemetry, WeightSync
-from nearpolicy.telemetry.batch import batch_metrics, token_fates
+from nearpolicy.telemetry.batch import batch_metrics, step_times, token_fates
 
 Assemble = Callable[[Sequence[Group]], tuple[Row, ...]]
 """Groups of a step -> rows with reward-only advantages."""
@@ -74,7 +74,7 @@ class Pipeline:
             if report.version % self.weight_sync_steps == 0 or step + 1 == self.num_steps:
                 await self._publish(report.version)
                 unpublished = None
-            times = {"time/wait_s": waited, "time/step_s": time.monotonic() - begin}
+            times = step_times(batch, waited, time.monotonic() - begin)
             self.telemetry.log_step(step, {**batch_metrics(batch), **report.metrics, **times})
             if await self.after_step(report):
                 break

@@ -140,7 +140,7 @@ class EngineRunner:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the engine's core is free at the moment. May be asked from any thread; the answer may be old at once."""
+        """Whether the engine's core is free. May be asked from any thread; the answer may be old at once."""
         return self._resting
 
     def close(self) -> None:

@@ -94,7 +94,7 @@ class PolicyLearner:
 
     def step(self, batch: Batch) -> StepReport:
         """Consume one batch: ``num_iterations`` passes of ``minibatches`` updates. An empty batch makes no update."""
-        stats = TokenStats()
+        stats, begin = TokenStats(), time.perf_counter()
         proximal = self._timed("annotate", self.annotate, batch.rows) if self.config.updates_per_step > 1 else None
         rate = self.learning_rate
         norms, skipped = [], 0
@@ -109,6 +109,7 @@ class PolicyLearner:
         self.version += 1
         metrics = self._metrics(batch, stats, norms, rate)
         metrics["policy/skipped_updates"] = float(skipped)
+        metrics["time/learn_s"] = time.perf_counter() - begin
         return StepReport(version=self.version, updates=self.updates, metrics=metrics)
 
     @property
@@ -234,6 +235,7 @@ class PolicyLearner:
     def _metrics(self, batch: Batch, stats: TokenStats, norms: list[float], rate: float) -> dict[str, float]:
         metrics = {"policy/loss": stats.loss / max(1, len(norms)), **stats.means()}
         metrics["learner/learning_rate"] = rate
+        metrics["learner/updates"] = float(self.updates)
         metrics["learner/forward_tokens"] = float(stats.tokens)
         if norms:
             metrics["policy/grad_norm"] = float(np.mean(norms))

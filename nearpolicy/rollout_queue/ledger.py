@@ -110,9 +110,8 @@ class Ledger:
         del self._held[index]
 
     def overdue(self) -> list[int]:
-        """Groups that are ready and beyond the bound. By the proof above there are none in a run that goes on by itself;
-        there may be after a state was put together from outside, and they must not be consumed.
-        """
+        """Groups that are ready and beyond the bound. By the proof above a run that goes on by itself has none; a state
+        put together from outside may have some, and they must not be consumed."""
         return [
             index
             for index in self.indices(State.READY)

@@ -37,6 +37,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "reward/zero_variance_share": _mean([not group.has_signal for group in batch.groups]),
         "reward/unscored": float(sum(reward is None for group in batch.groups for reward in group.rewards)),
         "completion/length_mean": _mean(lengths),
+        "completion/length_max": max(lengths, default=None),
         "completion/truncated_share": _mean([r.finish.value == "length" for r in rollouts]),
         "staleness/mean": _mean(staleness),
         "staleness/max": float(max(staleness, default=0)),
@@ -48,6 +49,12 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         own = [r for g in batch.groups if g.admission.prompt.task == task for r in g.rewards if r is not None]
         metrics[f"task/{task}/reward"] = _mean(own)
     return {name: value for name, value in metrics.items() if value is not None}
+
+
+def step_times(batch: Batch, wait_s: float, step_s: float) -> dict[str, float]:
+    """Where the wall time of a step went, seen from in front of the loop, and consumed tokens per second of it."""
+    tokens = sum(group.num_sampled for group in batch.groups)
+    return {"time/wait_s": wait_s, "time/step_s": step_s, "throughput/tokens_per_s": tokens / step_s if step_s else 0.0}
 
 
 def _by_source(batch: Batch) -> Mapping[str, list[float]]:

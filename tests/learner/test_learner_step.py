@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -148,6 +149,19 @@ def test_an_update_has_the_same_bits_with_one_and_with_two_threads(max_norm):
     assert torch.equal(results[0][0], results[1][0])
     assert results[0][1] == results[1][1]
     assert torch.equal(results[0][2], results[1][2])
+
+
+def test_threads_that_come_and_go_between_microbatches_change_no_bit():
+    rows, results = random_rows(4), []
+    for answers in ([2, 2, 2, 2], [1, 2, 1, 2]):
+        own = learner(threads=2, max_tokens_per_microbatch=20)
+        asked = itertools.cycle(answers)
+        used: list[int] = []
+        own._threads_now = lambda asked=asked, used=used: used.append(next(asked)) or used[-1]
+        own.forward_backward(range(len(rows)), own.objective, rows, None, TokenStats())
+        assert used[:4] == answers and torch.get_num_threads() == used[-1]
+        results.append(gradients(own.policy))
+    assert torch.equal(*results)
 
 
 def test_activation_checkpointing_gives_the_same_bits():
