@@ -4,7 +4,7 @@
 
 Every step: sample G completions per prompt, score them, compare each with its group, take one gradient step, put the
 new weights into the engine. The asynchronous system does the same with the two halves overlapping; with
-`queue.max_staleness: 0` and exact numerics it gives the same bits as this order of things.
+`queue.max_staleness: 0` and exact numerics it gives the same bits as a plain loop like this (tests/sync shows it).
 """
 
 from __future__ import annotations

@@ -282,4 +282,3 @@ def test_a_generator_that_returns_text_only_is_refused_for_training():
 
     with pytest.raises(ConfigError, match="returns text only"):
         single_turn(TextOnly(), Verifier())
-

@@ -368,4 +368,3 @@ def test_a_policy_that_is_not_served_fails_by_name():
     engine = make_engine(families.shared())
     (completion,) = engine.submit(replace(make_request(5), policy="critic"))
     assert (completion.finish, "'critic'" in completion.reason) == (Finish.FAILED, True)
-

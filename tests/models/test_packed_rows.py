@@ -38,9 +38,7 @@ def relative(ours, theirs):
     return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
 
 
-TREES = st.lists(
-    st.tuples(st.integers(1, 150), st.lists(st.integers(1, 40), max_size=4)), min_size=1, max_size=4
-)
+TREES = st.lists(st.tuples(st.integers(1, 150), st.lists(st.integers(1, 40), max_size=4)), min_size=1, max_size=4)
 
 
 @settings(max_examples=25, deadline=None)

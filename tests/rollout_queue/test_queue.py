@@ -311,4 +311,3 @@ def test_a_group_that_grows_too_old_while_it_waits_frees_its_slot_for_a_later_pr
         assert (await queue.reserve()).admission.index == 1
 
     asyncio.run(scenario())
-
