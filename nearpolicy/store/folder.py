@@ -5,11 +5,11 @@
         config.yaml     the resolved recipe
         metrics.jsonl   one strict JSON object per line
         checkpoints/    weights and training state by step
-        weights/        initial weights by hash
+        weights/        version-N.safetensors of every published version, with run.keep_versions
         report.html     written on demand
         summary.json    written at the end
 
-A folder is refused before anything heavy starts: if it cannot be written, or if a run has ever lived in it.
+The fingerprint of the initial weights is in the store (its note `initial_weights`). A folder is refused before anything heavy starts: if it cannot be written, or if a run has ever lived in it.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def refuse_unusable(directory: str | Path, *, may_hold_run: bool = False) -> Non
         raise RunFolderError(f"{path} cannot be written: {existing} gives no permission. Choose another run.dir")
     found = next((trace for trace in _TRACES if (path / trace).exists()), None)
     if found is not None and not may_hold_run:
-        raise RunFolderError(f"{path} already holds a run (it has {found}). Choose another run.dir, or resume that run")
+        raise RunFolderError(f"{path} already holds a run (it has {found}). Choose another run.dir")
 
 
 def _next_numbered(parent: Path, name: str) -> Path:

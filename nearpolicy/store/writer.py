@@ -75,7 +75,7 @@ class SqliteStore:
         lock = _take_lock(folder)
         if folder.store.exists():
             lock.close()
-            raise RunFolderError(f"{folder.path} already holds a run. Choose another run.dir, or resume that run")
+            raise RunFolderError(f"{folder.path} already holds a run. Choose another run.dir")
         try:
             connection = _connect(folder.store, sync)
             facts = {"config": config, "packages": packages or {}, "wall_anchor": time.time()}
