@@ -2,7 +2,7 @@
 
     file.yaml + section.key=value  ->  load_recipe  ->  RunConfig  ->  dump_resolved  ->  the run folder's config.yaml
 
-Every key is used or refused (K49). All problems of a recipe are reported at once, one line each. Nothing here loads
+Every key is used or refused. All problems of a recipe are reported at once, one line each. Nothing here loads
 torch or transformers."""
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ class RunReader:
         return [merged[step] for step in sorted(merged)]
 
     def ledger(self) -> dict[Fate, int]:
-        """Sampled tokens by fate; the values add up to all that was stored (I2). Fates without tokens are left out."""
+        """Sampled tokens by fate; the values add up to all that was stored. Fates without tokens are left out."""
         counts = {Fate(fate): n for fate, n in self._db.execute("SELECT fate, sum(tokens) FROM fates GROUP BY fate")}
         waiting = self._db.execute(
             "SELECT sum(sampled) FROM rollouts NATURAL LEFT JOIN endings WHERE ending IS NULL"

@@ -6,8 +6,8 @@ surrogates, and SQLite's own text type is safe for neither. Columns marked *JSON
 `nearpolicy.store.payload`).
 
     admissions --+-- groups -- rollouts -- verdicts
-                 |                 +------ fates           the sum of a rollout's fates is what it sampled (I2)
-                 +-- endings                               one row: every attempt at an admission ends exactly once (I2)
+                 |                 +------ fates           the sum of a rollout's fates is what it sampled
+                 +-- endings                               one row: every attempt at an admission ends exactly once
                  +-- consumption -- trained_rows           which group filled which place of which step, with advantages
     steps, versions, evaluations, events, run
 """

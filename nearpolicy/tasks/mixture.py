@@ -68,7 +68,7 @@ def load_task(
 
 
 class Mixture:
-    """Several tasks in their weights' proportion; within a task one epoch shows every prompt once (K33)."""
+    """Several tasks in their weights' proportion; within a task one epoch shows every prompt once."""
 
     def __init__(self, tasks: Sequence[TaskData], *, seed: int):
         self.tasks: Mapping[str, TaskData] = {task.config.name: task for task in tasks}

@@ -2,7 +2,7 @@
 
     TaskConfig.source -> read_rows -> Row(number, values) -> make_prompt -> Prompt
 
-Whatever is wrong with the data ends here, before anything is generated, with file, row and column (K47).
+Whatever is wrong with the data ends here, before anything is generated, with file, row and column.
 """
 
 from __future__ import annotations

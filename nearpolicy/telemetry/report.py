@@ -1,7 +1,7 @@
 """``report.html``: one file that shows a run, and needs nothing else, no network included.
 
 What is drawn is decided here, from a `RunReader`; how it looks is decided in `report_page`. A chart appears when the
-run has its metric. Values that were not finite are marked where they occurred and raise an alarm at the top (K56).
+run has its metric. Values that were not finite are marked where they occurred and raise an alarm at the top.
 """
 
 from __future__ import annotations
