@@ -9,7 +9,8 @@
         report.html     written on demand
         summary.json    written at the end
 
-The fingerprint of the initial weights is in the store (its note `initial_weights`). A folder is refused before anything heavy starts: if it cannot be written, or if a run has ever lived in it.
+The fingerprint of the initial weights is in the store (its note `initial_weights`). A folder is refused before anything
+heavy starts: if it cannot be written, or if a run has ever lived in it.
 """
 
 from __future__ import annotations
