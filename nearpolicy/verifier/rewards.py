@@ -177,10 +177,16 @@ def _zero(reason: str, **parts: float) -> Verdict:
 
 def _math_verify(reward: MathVerifyReward, sample: Sample) -> Verdict:
     answer = _answer(reward.answer_column, sample.columns)
-    golds = _parse(_as_latex(answer))
+    try:
+        golds = _parse(_as_latex(answer))
+    except ValueError:
+        golds = []
     if not golds:
         raise RowError(f"math-verify finds nothing to compare with in the answer {answer!r}")
-    candidates = _parse(sample.text)
+    try:
+        candidates = _parse(sample.text)
+    except ValueError as error:  # sympy's parse errors are ValueErrors: an integer of 5000 digits, for one
+        return _zero(f"the completion cannot be read: {str(error)[:200]}")
     if not candidates:
         return _zero("no answer in the completion")
     equal = functools.partial(_library().verify, timeout_seconds=None, raise_on_error=True)

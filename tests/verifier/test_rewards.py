@@ -157,6 +157,13 @@ def test_answer_that_math_verify_cannot_read_is_the_rows_fault():
     assert verdict.outcome is Outcome.FAILED and "answer" in verdict.reason
 
 
+@pytest.mark.parametrize("text", ["1" * 5000, "so $" + "9" * 6000 + "$"])
+def test_a_completion_that_math_verify_cannot_read_is_wrong_not_a_failure(text):
+    verdict = score(MathVerifyReward(), sample(text, answer="3/4"))
+    assert (verdict.outcome, verdict.value) == (Outcome.SCORED, 0.0)
+    assert "cannot be read" in verdict.reason
+
+
 def test_control_of_math_verify_passes_its_own_reward():
     for answer in ("5", r"\frac{1}{7}", r"$x^2$", "3/4"):
         assert value(MathVerifyReward(), rewards.control(MathVerifyReward(), {"answer": answer}), answer=answer) == 1.0
