@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, field_validator, model_validator
 
 from nearpolicy.errors import ConfigError, nearest
 from nearpolicy.evaluate.config import EvaluationConfig
@@ -23,7 +23,7 @@ from nearpolicy.objectives.config import ObjectiveConfig
 from nearpolicy.recipe_keys import explain_unknown_key, other_names
 from nearpolicy.rollout_queue.config import QueueConfig
 from nearpolicy.settings import ConfigModel
-from nearpolicy.store.config import StoreConfig
+from nearpolicy.store.config import RUN_NAME, RUN_NAME_RULE, StoreConfig
 from nearpolicy.sync.config import SyncConfig
 from nearpolicy.tasks.config import TaskConfig
 from nearpolicy.telemetry.config import TelemetryConfig
@@ -33,8 +33,8 @@ from nearpolicy.verifier.config import VerifierConfig
 class RunSection(ConfigModel):
     """Section `run`: what the run is called, where it lives, how long it goes on."""
 
-    name: str = Field("run", pattern=r"^[^/\\\x00]+$")
-    """Names the run; unless set, the file name of the recipe."""
+    name: str = "run"
+    """Names the run and its folder; unless set, the file name of the recipe. Letters, digits, `-`, `_`, `+`, `.`."""
     dir: str | None = None
     """The run folder. Left out: `runs/NAME-NUMBER`, with the first free number."""
     seed: NonNegativeInt = 0
@@ -46,6 +46,13 @@ class RunSection(ConfigModel):
     out: `exact` wherever it is to be had."""
     keep_versions: bool = False
     """Keep the weights of every published version in the run folder."""
+
+    @field_validator("name")
+    @classmethod
+    def _names_a_folder(cls, name: str) -> str:
+        if not RUN_NAME.fullmatch(name):
+            raise ValueError(f"run.name is {name!r}; {RUN_NAME_RULE}")
+        return name
 
 
 class RuntimeConfig(ConfigModel):

@@ -266,7 +266,8 @@ def test_yaml_oddities_are_messages_or_harmless(load):
 
 
 def test_names_that_become_paths_or_metrics_are_plain(load):
-    assert "run.name" in refusal(load, "", "run.name=a/b")
+    for name in ("a/b", "my run", ".hidden", '""'):
+        assert "it names a folder" in refusal(load, "", f"run.name={name}")
     assert "tasks.0.name" in refusal(load, "", "tasks.0.name=a/b")
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from nearpolicy.settings import ConfigModel
+
+RUN_NAME = re.compile(r"[\w+-][\w.+-]*")
+RUN_NAME_RULE = "use letters, digits, '-', '_', '+', '.', not '.' first (it names a folder)"
+"""What a run may be called."""
 
 
 class StoreConfig(ConfigModel):

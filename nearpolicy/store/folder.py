@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from nearpolicy.errors import RunFolderError
+from nearpolicy.store.config import RUN_NAME, RUN_NAME_RULE
 
 SUMMARY_KEYS = ("steps", "wall_s", "peak_memory_mb", "held_out", "ledger", "staleness", "mismatch", "packages")
 _TRACES = ("store.sqlite", "metrics.jsonl", "summary.json", "config.yaml", "checkpoints")
@@ -92,8 +93,8 @@ def create_run_folder(name: str, *, directory: str | Path | None = None, parent:
         except OSError as error:
             raise RunFolderError(f"run.dir {path} cannot be made: {error}. Choose another run.dir") from error
     else:
-        if not re.fullmatch(r"[\w.+-]+", name) or name.startswith("."):
-            raise RunFolderError(f"run.name is {name!r}; use letters, digits, '-', '_', '.' (it names a folder)")
+        if not RUN_NAME.fullmatch(name):
+            raise RunFolderError(f"run.name is {name!r}; {RUN_NAME_RULE}")
         refuse_unusable(parent, may_hold_run=True)
         path = _next_numbered(Path(parent), name)
     return RunFolder(path.resolve())
