@@ -8,7 +8,7 @@ torch or transformers."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -151,19 +151,46 @@ def contradictions(config: RunConfig) -> Iterator[str]:
             f"sampling.max_prompt_length + sampling.max_completion_length = {longest} tokens; "
             "raise it or shorten sequences"
         )
+    if config.evaluation.every % config.sync.weight_sync_steps:
+        yield (
+            f"evaluation.every={config.evaluation.every} falls on steps whose weights are not published, every "
+            f"sync.weight_sync_steps={config.sync.weight_sync_steps}; make it a multiple"
+        )
     if config.run.numerics == "exact" and config.model.dtype != "float32":
         yield f"run.numerics=exact needs model.dtype=float32, found {config.model.dtype}; use run.numerics=fast"
     yield from _task_contradictions(config)
+    yield from _idle_settings(config)
+
+
+def _idle_settings(config: RunConfig) -> Iterator[str]:
+    """Settings that nothing reads because another one switches off what they belong to."""
+    if not any(task.held_out for task in config.tasks):
+        keys = ("every", "pass_k", "prompts", "temperature", "num_samples", "pass_temperature", "max_completion_length")
+        why = "but no task holds out questions; set tasks.0.held_out or leave it out"
+        yield from _changed("evaluation", config.evaluation, keys, why)
+    if not config.warm_start.steps:
+        why = "but there is no warm start; set warm_start.steps or leave it out"
+        yield from _changed("warm_start", config.warm_start, ("learning_rate", "batch_size"), why)
+    if not config.checkpoint.every:
+        why = "but the only checkpoint is the one at the end; set checkpoint.every or leave it out"
+        yield from _changed("checkpoint", config.checkpoint, ("keep_last",), why)
+    if not any(reward.kind == "function" for task in config.tasks for reward in task.rewards):
+        why = "but no reward is a function of yours; leave it out"
+        yield from _changed("verifier", config.verifier, ("in_process",), why)
+
+
+def _changed(name: str, section: ConfigModel, keys: Iterable[str], why: str) -> Iterator[str]:
+    """A sentence per key that differs from its default. Being set is no sign: a resolved recipe sets every key."""
+    for key in keys:
+        value = getattr(section, key)
+        if value != type(section).model_fields[key].get_default(call_default_factory=True):
+            yield f"{name}.{key}={_shown(value)}, {why}"
 
 
 def _task_contradictions(config: RunConfig) -> Iterator[str]:
     names = [task.name for task in config.tasks]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"tasks: {names.count(name)} of them are called `{name}`; metrics need different names"
-    if not any(task.held_out for task in config.tasks):
-        for key, value in (("every", config.evaluation.every), ("pass_k", config.evaluation.pass_k)):
-            if value:
-                yield f"evaluation.{key}={value}, but no task holds out questions; set tasks.0.held_out or leave it out"
     if config.warm_start.steps:
         for index, task in enumerate(config.tasks):
             if task.answer_column is None:

@@ -176,6 +176,12 @@ def test_run_is_named_after_the_recipe_unless_it_has_a_name(load):
         (["learner.max_tokens_per_microbatch=100"], ["learner.max_tokens_per_microbatch=100", "768"]),
         (["run.numerics=exact", "model.dtype=bfloat16"], ["run.numerics=exact", "bfloat16"]),
         (["evaluation.every=5", "tasks.0.held_out=0"], ["evaluation.every=5", "tasks.0.held_out"]),
+        (["evaluation.prompts=50", "tasks.0.held_out=0"], ["evaluation.prompts=50", "tasks.0.held_out"]),
+        (["evaluation.every=3", "sync.weight_sync_steps=2"], ["evaluation.every=3", "sync.weight_sync_steps=2"]),
+        (["warm_start.learning_rate=1e-3"], ["warm_start.learning_rate=0.001", "set warm_start.steps"]),
+        (["warm_start.batch_size=4"], ["warm_start.batch_size=4", "set warm_start.steps"]),
+        (["checkpoint.keep_last=3"], ["checkpoint.keep_last=3", "set checkpoint.every"]),
+        (["verifier.in_process=true"], ["verifier.in_process=true", "no reward is a function"]),
         (["warm_start.steps=5", "tasks.0.answer_column=null"], ["warm_start.steps=5", "tasks.0.answer_column"]),
         (["objective.loss=pg", "objective.clip_high=0.3"], ["objective.clip_high=0.3", "objective.loss=pg"]),
         (["objective.correction=none", "objective.correction_cap=3"], ["objective.correction_cap=3.0"]),
@@ -194,6 +200,15 @@ def test_settings_for_a_switched_off_loss_are_empty_not_ignored(load):
     config = load("", "objective.loss=pg", "objective.correction=none")
     assert config.objective.clip_low is config.objective.clip_high is config.objective.correction_cap is None
     assert (load().objective.clip_low, load().objective.clip_high, load().objective.correction_cap) == (0.2, 0.28, 2.0)
+
+
+def test_settings_that_have_an_effect_or_say_the_default_are_accepted(load):
+    load("", "warm_start.batch_size=16", "checkpoint.keep_last=1", "verifier.in_process=false", "evaluation.prompts=50")
+    load("", "tasks.0.held_out=0", "evaluation.every=0", "evaluation.pass_k=[]")
+    load("", "warm_start.steps=2", "warm_start.batch_size=4", "checkpoint.every=5", "checkpoint.keep_last=3")
+    load("", "evaluation.every=4", "sync.weight_sync_steps=2")
+    function = "tasks.0.rewards=[{kind: function, path: 'my.module:score'}]"
+    assert load("", "verifier.in_process=true", function).verifier.in_process
 
 
 def test_two_tasks_of_one_name_are_refused(load):
