@@ -110,7 +110,8 @@ class ReasoningGymReward(_AnswerReward):
 
 
 class FunctionReward(_Reward):
-    """A function of yours, in the shape TRL or verl expects."""
+    """A function of yours, in the shape TRL or verl expects. It is called with one sample at a time: the lists of the
+    TRL shape hold one entry each."""
 
     kind: Literal["function"] = "function"
     """Selects this reward."""
@@ -152,7 +153,7 @@ def reward_weights(rewards: Iterable[RewardConfig]) -> dict[str, float]:
 
 
 class VerifierConfig(ConfigModel):
-    """How completions are judged."""
+    """Section `verifier`: how completions are judged."""
 
     workers: int = Field(default=1, ge=1)
     """Processes for rewards that can block or crash: math_verify, reasoning_gym, regex and user functions."""
