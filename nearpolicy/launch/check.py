@@ -7,10 +7,10 @@ recipe + overrides -> RunConfig -> sizes, memory, threads -> printed          (n
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -32,7 +32,7 @@ def command(
     from nearpolicy.config import load_recipe
 
     config = load_recipe(recipe, overrides or ())
-    shape = refuse(config)
+    shape = refuse(config, makes_run=True)
     mixture = load_data(config) if data else None
     sections = [
         ("run", _run(config)),
@@ -48,10 +48,11 @@ def command(
         _print_section(title, lines)
 
 
-def refuse(config: RunConfig) -> ModelShape | None:
+def refuse(config: RunConfig, *, makes_run: bool) -> ModelShape | None:
     """Raise `ConfigError` with everything that needs a look beyond the recipe: files, folders, packages, the model.
 
-    Returns the model's shape, or None if it lies on a hub and has not been fetched.
+    ``makes_run``: whether `run.dir` will be taken (the recipe of a finished run names its own folder). Returns the
+    model's shape, or None if it lies on a hub and has not been fetched.
     """
     from nearpolicy.errors import ConfigError, UserError
     from nearpolicy.launch.sizes import model_shape
@@ -66,7 +67,7 @@ def refuse(config: RunConfig) -> ModelShape | None:
     if shape is not None:
         problems += _model_problems(config, shape)
     looks = [partial(check_exists, task.source) for task in config.tasks]
-    if config.run.dir is not None:
+    if makes_run and config.run.dir is not None:
         looks.append(partial(refuse_unusable, config.run.dir))
     for look in looks:
         try:
@@ -78,8 +79,11 @@ def refuse(config: RunConfig) -> ModelShape | None:
     return shape
 
 
-def load_data(config: RunConfig) -> Mixture:
-    """Every row of every task as the run would see it; `DataError` speaks for all tasks together."""
+def load_data(config: RunConfig, functions: Mapping[str, Callable[..., Any]] | None = None) -> Mixture:
+    """Every row of every task as the run would see it; `DataError` speaks for all tasks together.
+
+    ``functions``: user rewards at hand, by the path a reward names them with.
+    """
     from nearpolicy.tasks.mixture import load_mixture
     from nearpolicy.verifier.functions import required_columns
 
@@ -88,7 +92,7 @@ def load_data(config: RunConfig) -> Mixture:
         seed=config.run.seed,
         renderer=_renderer(config),
         max_prompt_length=config.sampling.max_prompt_length,
-        reward_columns=required_columns,
+        reward_columns=partial(required_columns, at_hand=functions or {}),
     )
 
 

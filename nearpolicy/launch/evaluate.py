@@ -29,7 +29,7 @@ def command(
     from nearpolicy.launch.check import refuse
 
     config = load_recipe(recipe, overrides or [])
-    refuse(config)
+    refuse(config, makes_run=False)
     if not any(task.held_out for task in config.tasks):
         raise ConfigError(
             f"{recipe}: no task holds out questions, so there is nothing to evaluate; set tasks.0.held_out"

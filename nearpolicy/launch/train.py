@@ -30,7 +30,7 @@ def command(
     from nearpolicy.store.folder import create_run_folder
 
     config = load_recipe(recipe, overrides or [])
-    refuse(config)
+    refuse(config, makes_run=True)
     folder = create_run_folder(config.run.name, directory=config.run.dir)
     print(f"run folder: {folder.path}", flush=True)
     session = Session(config=config, folder=folder, say=_say, on_step=StepLine(config.run.steps))

@@ -134,6 +134,16 @@ def test_every_metric_line_is_strict_json_under_canonical_names(finished):
         assert line["reward/mean"] == pytest.approx(line["reward/regex/mean"] + 0.5 * line["reward/number/mean"])
 
 
+def test_the_recipe_in_a_finished_runs_folder_can_be_evaluated(finished):
+    folder, _ = finished
+    last = folder / "checkpoints" / "step-3"
+    status, out, err = command_line("eval", folder / "config.yaml", "--checkpoint", last)
+    assert (status, err) == (0, "")
+    found = json.loads(out.splitlines()[-1])["sums"]
+    summary = json.loads((folder / "summary.json").read_text())["held_out"]["after"]
+    assert (found["correct"], found["count"]) == (summary["correct"], summary["count"])
+
+
 def test_every_sampled_token_has_one_fate_and_those_of_evaluation_are_kept_apart(finished):
     folder, _ = finished
     ledger = json.loads((folder / "summary.json").read_text())["ledger"]
