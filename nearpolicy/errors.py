@@ -49,6 +49,13 @@ class EngineError(NearpolicyError):
     """The generator cannot go on (not: one request failed, which is data)."""
 
 
+def first_error(error: BaseException) -> BaseException:
+    """The error itself, or the first one inside a group: the one to report."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 def nearest(word: str, known: list[str]) -> str | None:
     """The closest of ``known`` to a misspelt ``word``, or None if nothing is close."""
     import difflib

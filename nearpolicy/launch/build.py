@@ -96,7 +96,7 @@ def start_engine(config: RunConfig, language: Language, on_event: OnEvent, say: 
     torch.set_num_threads(num_cores())
     policy = load_policy(language.folder, getattr(torch, config.model.dtype), pick_device())
     mode, numerics = choose_numerics(config, policy, say)
-    threads = min(role_threads(config, num_cores())[0], numerics.max_threads)
+    threads = _threads("generator", role_threads(config, num_cores())[0], config.generator.threads, numerics, say)
     limits = EngineLimits.sized(
         policy,
         max_running=config.generator.max_running,
@@ -135,13 +135,19 @@ def choose_numerics(config: RunConfig, policy: PolicyModel, say: Callable[[str],
     return "fast", FAST
 
 
-def start_learner(config: RunConfig, language: Language, engine: EngineParts, on_event: OnEvent) -> LearnerInThread:
+def start_learner(
+    config: RunConfig,
+    language: Language,
+    engine: EngineParts,
+    on_event: OnEvent,
+    say: Callable[[str], None] = print,
+) -> LearnerInThread:
     """Load the learner's own copy of the model, and start its thread.
 
     Unless `learner.threads` says otherwise, it takes the engine's core too while the engine has nothing to do.
     """
     numerics, runner = engine.numerics, engine.runner
-    threads = usual = min(role_threads(config, num_cores())[1], numerics.max_threads)
+    threads = usual = _threads("learner", role_threads(config, num_cores())[1], config.learner.threads, numerics, say)
     threads_now = None
     if config.learner.threads is None and usual < engine.all_threads:
         threads = engine.all_threads
@@ -158,6 +164,13 @@ def start_learner(config: RunConfig, language: Language, engine: EngineParts, on
         on_event=on_event,
     )
     return LearnerInThread(learner, RoleThread("learner", threads))
+
+
+def _threads(section: str, usual: int, wanted: int | None, numerics: Numerics, say: Callable[[str], None]) -> int:
+    """Threads of a role: no more than keep the bits; says so if more were asked for."""
+    if wanted is not None and wanted > numerics.max_threads:
+        say(f"{section}.threads={wanted} is lowered to {numerics.max_threads}: numerics are exact up to there here")
+    return min(usual, numerics.max_threads)
 
 
 def make_evaluator(config: RunConfig, language: Language, generator: Generator, verifier: Verifier) -> Evaluator | None:

@@ -1,25 +1,28 @@
 """The life of one training run: start the roles, evaluate, train, evaluate, save, sum up.
 
-    verifier workers -> store -> language -> engine, learner -> version 0 -> Pipeline -> summary.json
+    verifier workers -> language (data) -> folder, store -> engine, learner -> version 0 -> Pipeline -> summary.json
 
-Everything a person can get wrong is refused before weights are loaded. Verifier workers start before torch is imported.
+What a person can get wrong in data and rewards is refused before a run folder is made or taken. Verifier workers start
+before torch is imported.
 """
 
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nearpolicy.config import RunConfig, dump_resolved
+from nearpolicy.errors import first_error
 from nearpolicy.launch.sizes import versions
 from nearpolicy.machine import peak_memory_mb
 from nearpolicy.records import Fate, StepReport
-from nearpolicy.store.folder import RunFolder
+from nearpolicy.store.folder import RunFolder, create_run_folder
 from nearpolicy.store.reader import RunReader
 from nearpolicy.store.writer import SqliteStore
 from nearpolicy.telemetry.events import Recorder
@@ -37,7 +40,8 @@ class Session:
     """One training run in this process."""
 
     config: RunConfig
-    folder: RunFolder
+    folder: RunFolder | None = None
+    """Made as `run.name` and `run.dir` say, once the data is known to be good, unless there is one already."""
     say: Callable[[str], None] = print
     functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
     """User reward functions that need no loading, by the path a reward names them with."""
@@ -49,44 +53,57 @@ class Session:
         """Run to the end; returns the summary that was written."""
         self._started = time.monotonic()
         self._evaluation_s = 0.0
+        async with AsyncExitStack() as closing:  # what was opened last is closed first, after an error too
+            await self._start_verifier(closing)
+            self._read_data()
+            self._open_records(closing)
+            self._start_roles(closing)
+            return await self._run()
+
+    async def _start_verifier(self, closing: AsyncExitStack) -> None:
         self.verifier = VerifierService(
             {task.name: task.rewards for task in self.config.tasks},
             self.config.verifier,
             at_hand=self.functions,
             on_event=lambda *names, **numbers: self.telemetry.event(*names, **numbers),
         )
+        closing.push_async_callback(self.verifier.close)
         await self.verifier.start()
-        try:
-            self._open_store()
-            try:
-                self._start_roles()
-                return await self._run()
-            finally:
-                self._close()
-        finally:
-            await self.verifier.close()
 
-    def _open_store(self) -> None:
+    def _read_data(self) -> None:
+        from nearpolicy.launch import build
+
+        self.language = build.Language.of(self.config, self.functions)
+
+    def _open_records(self, closing: AsyncExitStack) -> None:
         config = self.config
+        if self.folder is None:
+            self.folder = create_run_folder(config.run.name, directory=config.run.dir)
+        self.say(f"run folder: {self.folder.path}")
+        plain = config.model_dump(mode="json")
+        sinks = open_sinks(config.telemetry.sinks, self.folder.path, plain)
+        closing.callback(sinks.close)
         self.folder.config.write_text(dump_resolved(config), encoding="utf-8")
         self.packages = versions()
-        plain = config.model_dump(mode="json")
         self.store = SqliteStore.create(self.folder, config=plain, packages=self.packages, sync=config.store.sync)
+        closing.push(_unless_failed(self.store.close))
         self.telemetry = Recorder(
             self.store,
             wall_anchor=self.store.wall_anchor,
             metrics=MetricsWriter(self.folder.metrics),
-            sinks=open_sinks(config.telemetry.sinks, self.folder.path, plain),
+            sinks=sinks,
         )
+        closing.push(_unless_failed(self.telemetry.close))
 
-    def _start_roles(self) -> None:
+    def _start_roles(self, closing: AsyncExitStack) -> None:
         from nearpolicy.launch import build
         from nearpolicy.sync.publisher import Publisher
 
         config, tell = self.config, self.telemetry.event
-        self.language = build.Language.of(config, self.functions)
         self.engine = build.start_engine(config, self.language, partial(tell, "generator"), self.say)
-        self.learner = build.start_learner(config, self.language, self.engine, partial(tell, "learner"))
+        closing.callback(self.engine.runner.close)
+        self.learner = build.start_learner(config, self.language, self.engine, partial(tell, "learner"), self.say)
+        closing.callback(self.learner.close)
         generator = self.engine.runner
         self.publisher = Publisher(
             self.learner, [generator], timeout_s=config.sync.timeout_s, on_event=partial(tell, "sync")
@@ -95,14 +112,18 @@ class Session:
         self.memory = build.memory_by_owner(self.engine.engine, self.learner.inner)
 
     async def _run(self) -> dict[str, Any]:
+        """Three times go into the summary: ``setup_s`` until version 0 is published; ``wall_s`` of training, from the
+        first admission to the last step, evaluations during it included; ``evaluation_s`` of all evaluations, those
+        before and after training too.
+        """
         await self._warm_start()
         await self._publish_first()
         setup_s = time.monotonic() - self._started
         before = await self._evaluate_alone(0)
-        during, begin = self._evaluation_s, time.monotonic()
+        begin = time.monotonic()
         if not self.stop_requested:
             await self._pipeline().run()
-        wall_s = time.monotonic() - begin - (self._evaluation_s - during)
+        wall_s = time.monotonic() - begin
         steps = self.learner.inner.version
         await self._save()  # first of all: the evaluation may take long, and a person may not wait for it
         after = await self._evaluate_alone(steps)
@@ -167,9 +188,12 @@ class Session:
             return
         losses = []
         for rows in supervised_batches(self.language.mixture, self.config.tasks, config, self.language.renderer):
+            if self.stop_requested:
+                break
             losses.append(await self.learner.call(learner.supervised_step, rows, Supervised(), config.learning_rate))
         learner.forget_optimizer()
-        self.say(f"warm start: {config.steps} supervised steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+        if losses:
+            self.say(f"warm start: {len(losses)} supervised steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}")
 
     async def _publish_first(self) -> None:
         """Version 0: the generator shows that it starts from the learner's weights."""
@@ -276,18 +300,18 @@ class Session:
         self.folder.write_summary(summary)
         return summary
 
-    def _close(self) -> None:
-        failed = sys.exc_info()[0] is not None
-        if hasattr(self, "engine"):
-            self.engine.runner.close()
-        if hasattr(self, "learner"):
-            self.learner.close()
+
+def _unless_failed(close: Callable[[], None]) -> Callable[..., None]:
+    """``close`` at the exit of a stack; what it raises counts only if nothing went wrong before."""
+
+    def exit(kind: object, error: BaseException | None, trace: object) -> None:
         try:
-            self.telemetry.close()
-            self.store.close()
+            close()
         except Exception:
-            if not failed:  # the first error is the one to report
+            if error is None:
                 raise
+
+    return exit
 
 
 def _mean(lines: list[dict[str, Any]], name: str) -> float | None:
@@ -300,11 +324,26 @@ def _largest(lines: list[dict[str, Any]], name: str) -> float | None:
 
 
 def run_session(session: Session) -> dict[str, Any]:
-    """Run to the end in this process; the first error comes out alone, not in a group."""
+    """Run to the end in this process; the first error comes out alone, not in a group.
+
+    Where an event loop is running already (a notebook), the run gets a thread of its own, and Ctrl-C ends it after the
+    step it is in.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _run_here(session)
+    with ThreadPoolExecutor(1, thread_name_prefix="session") as thread:
+        done = thread.submit(_run_here, session)
+        try:
+            return done.result()
+        except KeyboardInterrupt:
+            session.stop_requested = True
+            return done.result()
+
+
+def _run_here(session: Session) -> dict[str, Any]:
     try:
         return asyncio.run(session.train())
     except BaseExceptionGroup as group:
-        error: BaseException = group
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        raise error from None
+        raise first_error(group) from None

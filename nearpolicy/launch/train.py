@@ -27,16 +27,14 @@ def command(
     from nearpolicy.launch.check import refuse
     from nearpolicy.launch.report import write_report
     from nearpolicy.launch.session import Session, run_session
-    from nearpolicy.store.folder import create_run_folder
 
     config = load_recipe(recipe, overrides or [])
     refuse(config, makes_run=True)
-    folder = create_run_folder(config.run.name, directory=config.run.dir)
-    print(f"run folder: {folder.path}", flush=True)
-    session = Session(config=config, folder=folder, say=_say, on_step=StepLine(config.run.steps))
+    session = Session(config=config, say=_say, on_step=StepLine(config.run.steps))
     _listen(session)
     summary = run_session(session)
-    report = write_report(folder.path)
+    assert session.folder is not None  # made by then
+    report = write_report(session.folder.path)
     print(closing_words(summary))
     print(f"report: {report}")
     if session.stop_requested:
