@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from nearpolicy.errors import first_error
 from nearpolicy.evaluate.config import EvaluationConfig
 from nearpolicy.evaluate.metrics import HeldOutScore, held_out_scores
 from nearpolicy.records import Finish, Prompt, Rollout, Segment, Verdict
@@ -64,13 +65,17 @@ class Evaluator:
         modes = [("accuracy", self._greedy, self._config.num_samples)]
         if with_pass and self._config.pass_k:
             modes.append(("pass", self._sampled, self._config.pass_samples))
-        asked = [
-            self._ask(task, row, prompt, mode, sampling, n, version)
-            for task in self._tasks
-            for mode, sampling, n in modes
-            for row, prompt in enumerate(task.prompts)
-        ]
-        return [sample for samples in await asyncio.gather(*asked) for sample in samples]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                asked = [
+                    tasks.create_task(self._ask(task, row, prompt, mode, sampling, n, version))
+                    for task in self._tasks
+                    for mode, sampling, n in modes
+                    for row, prompt in enumerate(task.prompts)
+                ]
+        except BaseExceptionGroup as group:
+            raise first_error(group) from None
+        return [sample for samples in asked for sample in samples.result()]
 
     async def _ask(
         self, task: HeldOut, row: int, prompt: Prompt, mode: str, sampling: Sampling, n: int, version: int
@@ -85,8 +90,12 @@ class Evaluator:
             admission=row,
             purpose=f"evaluation.{task.task}.{mode}",
         )
-        judged = [self._judge(task, prompt, context, c) async for c in self._generator.submit(request)]
-        rollouts = await asyncio.gather(*judged)
+        async with asyncio.TaskGroup() as tasks:  # each completion is judged when it ends, while others go on
+            judged = [
+                tasks.create_task(self._judge(task, prompt, context, completion))
+                async for completion in self._generator.submit(request)
+            ]
+        rollouts = [judging.result() for judging in judged]
         return [
             EvaluatedSample(
                 task=task.task,
@@ -151,6 +160,7 @@ def summary_of(samples: Sequence[EvaluatedSample], pass_k: Sequence[int]) -> Map
         "accuracy": correct / count if count else None,
         "correct": correct,
         "count": count,
+        "not_judged": sum(score.unjudged for score in right),
     }
     passes = [score for score in scores if score.mode == "pass"]
     for k in pass_k:

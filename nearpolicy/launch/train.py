@@ -92,11 +92,16 @@ def closing_words(summary: Mapping[str, Any]) -> str:
     ]
     for when in ("before", "after"):
         found = summary["held_out"][when]
-        if found and found["count"]:
+        if not found:
+            continue
+        missing = f", {found['not_judged']} not judged" if found["not_judged"] else ""
+        if not found["count"]:
+            lines.append(f"held out {when + ':':<7} no answer could be judged{missing}")
+        else:
             low, high = wilson_interval(found["correct"], found["count"])
             passes = "".join(f", {k.replace('_at_', '@')} {v:.3f}" for k, v in found.items() if k.startswith("pass"))
             lines.append(
                 f"held out {when + ':':<7} {found['accuracy']:.1%} ({found['correct']} of {found['count']}, "
-                f"95 % interval {low:.1%} to {high:.1%}){passes}"
+                f"95 % interval {low:.1%} to {high:.1%}){passes}{missing}"
             )
     return "\n".join(lines)

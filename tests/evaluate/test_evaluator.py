@@ -130,7 +130,7 @@ def test_samples_keep_their_place_whatever_order_they_end_in():
 def test_what_failed_or_was_not_judged_counts_neither_as_right_nor_as_wrong():
     samples, _ = evaluate(EvaluationConfig(), generator=Generator(failing={(1, 0)}))
     found = summary_of(samples, [])
-    assert found == {"accuracy": 1.0, "correct": 2, "count": 2}
+    assert found == {"accuracy": 1.0, "correct": 2, "count": 2, "not_judged": 2}
     metrics = score_metrics(held_out_scores(samples), [])
     assert metrics == {"evaluation/sums/accuracy": 1.0, "evaluation/words/accuracy": 1.0}
 
@@ -173,3 +173,45 @@ def test_an_error_of_the_generator_ends_the_evaluation_with_that_error():
 
     with pytest.raises(RuntimeError, match="the engine stopped"):
         evaluate(EvaluationConfig(), generator=Broken())
+
+
+def test_a_completion_is_judged_while_the_next_one_is_still_sampled():
+    judged = asyncio.Event()
+
+    class Waiting(Generator):
+        async def submit(self, request):
+            async for completion in super().submit(request):
+                yield completion
+                await asyncio.wait_for(judged.wait(), 5)
+
+    class Telling(Verifier):
+        async def score(self, prompt, rollout):
+            judged.set()
+            return await super().score(prompt, rollout)
+
+    config = EvaluationConfig(temperature=0.5, num_samples=2)
+    samples, _ = evaluate(config, tasks=TASKS[1:], generator=Waiting(), verifier=Telling())
+    assert [s.text for s in samples] == ["A", "B"]
+
+
+def test_a_generator_that_fails_leaves_no_judgement_behind():
+    running = set()
+
+    class FailsLater(Generator):
+        async def submit(self, request):
+            async for completion in super().submit(request):
+                yield completion
+                await asyncio.sleep(0)
+                raise RuntimeError("the engine stopped")
+
+    class Slow(Verifier):
+        async def score(self, prompt, rollout):
+            running.add(prompt.id)
+            try:
+                await asyncio.sleep(60)
+            finally:
+                running.discard(prompt.id)
+
+    with pytest.raises(RuntimeError, match="the engine stopped"):
+        evaluate(EvaluationConfig(), generator=FailsLater(), verifier=Slow())
+    assert running == set()

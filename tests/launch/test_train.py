@@ -15,6 +15,7 @@ import pytest
 
 from nearpolicy.config import load_recipe
 from nearpolicy.launch import cli
+from nearpolicy.launch.train import closing_words
 from nearpolicy.records import Fate
 from nearpolicy.store.folder import SUMMARY_KEYS
 from nearpolicy.store.reader import RunReader
@@ -87,6 +88,23 @@ def test_a_run_prints_its_folder_a_line_per_step_and_what_it_reached(finished):
     assert re.search(r"held out before: .*\(\d of 3, 95 % interval", out)
     assert re.search(r"held out after: .*pass@2 \d\.\d", out)
     assert f"report: {folder / 'report.html'}" in out
+
+
+def test_closing_words_say_what_was_not_judged():
+    some = {"accuracy": 0.5, "correct": 1, "count": 2, "not_judged": 3}
+    none = {"accuracy": None, "correct": 0, "count": 0, "not_judged": 5}
+    words = closing_words(
+        {
+            "steps": 1,
+            "wall_s": 1.0,
+            "setup_s": 1.0,
+            "peak_memory_mb": 9.0,
+            "numerics": "exact",
+            "held_out": {"before": some, "after": none},
+        }
+    )
+    assert re.search(r"held out before: 50\.0% \(1 of 2, .*\), 3 not judged$", words, re.M)
+    assert "held out after:  no answer could be judged, 5 not judged" in words
 
 
 def test_a_run_folder_holds_everything_that_is_promised(finished, recipe):
