@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from nearpolicy.config import config_from_dict
-from nearpolicy.errors import ConfigError
+from nearpolicy.errors import ConfigError, DataError, UserError
+from nearpolicy.launch.check import load_data, refuse
 from nearpolicy.launch.session import Session, run_session
 from nearpolicy.launch.train import StepLine
-from nearpolicy.machine import prepare_environment
+from nearpolicy.machine import prepare_environment, prepared_too_late
 from nearpolicy.store.folder import create_run_folder
 
 RewardFunction = Callable[..., Any]
+DATA = "train.jsonl"
+"""The rows in the run folder."""
 
 
 class Trainer:
@@ -28,7 +36,8 @@ class Trainer:
         ).train()
 
     Rewards run in worker processes: functions travel by cloudpickle, and one that cannot is refused at the start
-    (``verifier.in_process`` keeps them here). Call it under ``if __name__ == "__main__":`` in a script.
+    (``verifier.in_process`` keeps them here). Bad rows and settings are refused before a run folder is made. Call it
+    under ``if __name__ == "__main__":`` in a script; in a notebook the run gets a thread of its own.
     """
 
     def __init__(
@@ -41,28 +50,32 @@ class Trainer:
         task: Mapping[str, Any] | None = None,
     ) -> None:
         """``task`` adds settings of the one task (``held_out``, ``system``, ...); see the recipe reference."""
+        if prepared_too_late():
+            warnings.warn(
+                "torch was loaded before Nearpolicy could set up this process: training may be slow, and numerics not "
+                "exact; call nearpolicy.machine.prepare_environment() before torch is imported",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         prepare_environment()
-        functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
-        if not functions:
-            raise ConfigError("Trainer: reward_funcs is empty; give at least one function")
-        self._functions = {f"given:{_name(i, f)}": f for i, f in enumerate(functions)}
-        rows = [dict(row) for row in train_dataset]
-        settings: dict[str, Any] = {**(config or {})}
-        if "tasks" in settings or "model" in settings:
-            raise ConfigError("Trainer: tasks and model are arguments here; leave them out of config")
-        run = {"name": "trainer", **settings.get("run", {})}
-        settings["model"] = {"path": model}
-        settings["run"] = run
-        rewards = [{"kind": "function", "path": path, "name": path.partition(":")[2]} for path in self._functions]
-        settings["tasks"] = [
-            {"name": "train", "source": {"kind": "jsonl", "path": "train.jsonl"}, "rewards": rewards, **(task or {})}
-        ]
-        config_from_dict(settings, where="Trainer")  # refuse before a folder is made
-        self.folder = create_run_folder(run["name"], directory=run.get("dir"))
-        data = self.folder.path / "train.jsonl"
-        data.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows), encoding="utf-8")
+        self._functions = _named([reward_funcs] if callable(reward_funcs) else reward_funcs)
+        lines = [_line(number, row) for number, row in enumerate(train_dataset, start=1)]
+        settings = _settings(model, self._functions, config or {}, task or {})
+        run = settings["run"]
+        with tempfile.TemporaryDirectory() as scratch:  # refuse before a folder is made
+            draft = Path(scratch) / DATA
+            draft.write_text("".join(lines), encoding="utf-8")
+            settings["tasks"][0]["source"]["path"] = str(draft)
+            wanted = config_from_dict(settings, where="Trainer")
+            try:
+                refuse(wanted, makes_run=True)
+                load_data(wanted, self._functions)
+            except UserError as error:
+                raise type(error)(str(error).replace(str(draft), "train_dataset")) from None
+            self.folder = create_run_folder(run["name"], directory=run.get("dir"))
+            data = shutil.copy(draft, self.folder.path / DATA)
         settings["tasks"][0]["source"]["path"] = str(data)
-        settings["run"]["dir"] = str(self.folder.path)
+        run["dir"] = str(self.folder.path)
         self.config = config_from_dict(settings, where="Trainer")
 
     def train(self) -> dict[str, Any]:
@@ -80,6 +93,49 @@ class Trainer:
         return self.folder.path
 
 
-def _name(place: int, function: RewardFunction) -> str:
-    name = getattr(function, "__name__", "")
-    return name if name.isidentifier() else f"reward_{place}"
+def _named(functions: Iterable[RewardFunction]) -> dict[str, RewardFunction]:
+    """The functions by the paths their rewards name them with; of two with one name the second gets its place too."""
+    named: dict[str, RewardFunction] = {}
+    for place, function in enumerate(functions):
+        name = getattr(function, "__name__", "")
+        name = name if name.isidentifier() else f"reward_{place}"
+        while f"given:{name}" in named:
+            name = f"{name}_{place}"
+        named[f"given:{name}"] = function
+    if not named:
+        raise ConfigError("Trainer: reward_funcs is empty; give at least one function")
+    return named
+
+
+def _settings(
+    model: str, functions: Iterable[str], config: Mapping[str, Any], task: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The recipe, with a source that has no path yet."""
+    for section in ("tasks", "model"):
+        if section in config:
+            raise ConfigError("Trainer: tasks and model are arguments here; leave them out of config")
+    for key, argument in (("rewards", "reward_funcs"), ("source", "train_dataset"), ("name", "none: it is `train`")):
+        if key in task:
+            raise ConfigError(f"Trainer: task sets `{key}`, which is made here (argument {argument}); leave it out")
+    rewards = [{"kind": "function", "path": path, "name": path.partition(":")[2]} for path in functions]
+    one = {"name": "train", "source": {"kind": "jsonl", "path": DATA}, "rewards": rewards, **task}
+    return {**config, "model": {"path": model}, "run": {"name": "trainer", **config.get("run", {})}, "tasks": [one]}
+
+
+def _line(number: int, row: Mapping[str, Any]) -> str:
+    """A row as a line of JSON, numpy's numbers and arrays as plain ones; `DataError` for what JSON cannot hold."""
+    for column, value in row.items():
+        try:
+            json.dumps(value, default=_plain)
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"Trainer: train_dataset row {number} column `{column}` cannot be kept as JSON: {error}; "
+                "make it text, a number, a list or a mapping"
+            ) from None
+    return json.dumps(dict(row), default=_plain) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError(f"it holds a {type(value).__name__}")
