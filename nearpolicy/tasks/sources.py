@@ -29,7 +29,7 @@ from nearpolicy.tasks.config import (
     Source,
     TaskConfig,
 )
-from nearpolicy.verifier.config import RewardConfig
+from nearpolicy.verifier.config import AS_WRITTEN, RewardConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,18 +219,20 @@ def _cut(rule: ExtractConfig, row: Row) -> str | None:
 
 
 def make_prompt(task: TaskConfig, row: Row, *, chat: bool) -> Prompt:
-    """The prompt of a row. ``chat``: text becomes a user message, for the chat template."""
+    """The prompt of a row. ``chat``: text becomes a user message, for the chat template; rewards still see the text."""
     content = _content(task, row)
     columns = dict(row.values)
     name = f"{task.name}/{row.number}"
     if isinstance(content, str) and not chat:
         return Prompt(id=name, task=task.name, text=content, columns=columns)
-    messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+    written = {AS_WRITTEN: content} if isinstance(content, str) else {}
+    messages = [{"role": "user", "content": content}] if written else content
     if task.system is not None:
         if messages[0]["role"] == "system":
             raise DataError(f"{_where(task, row)}: opens with a system message of its own, but the task sets `system`")
         messages = [{"role": "system", "content": task.system}, *messages]
-    return Prompt(id=name, task=task.name, messages=tuple(dict(message) for message in messages), columns=columns)
+    messages = tuple(dict(message) for message in messages)
+    return Prompt(id=name, task=task.name, messages=messages, columns=columns, attachments=written)
 
 
 def question_text(prompt: Prompt) -> str:

@@ -15,6 +15,9 @@ from pydantic import AfterValidator, Field, field_validator
 
 from nearpolicy.settings import ConfigModel
 
+AS_WRITTEN = "as_written"
+"""The attachment of a prompt whose row holds text that went into a chat message: that text."""
+
 
 class _Reward(ConfigModel):
     """What every reward source has."""

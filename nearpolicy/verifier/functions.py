@@ -101,7 +101,10 @@ class UserFunction:
 
 
 def _trl_arguments(samples: Sequence[Sample]) -> dict[str, list[Any]]:
-    """Columns as lists; prompts and completions as chat messages where the prompt is a chat, as TRL passes them."""
+    """Columns as lists; prompts and completions as chat messages where the row's prompt is a chat, as TRL passes them.
+
+    Text that a task put into a message for the chat template stays text here.
+    """
     names = {name for sample in samples for name in sample.columns}
     columns = {name: [sample.columns.get(name) for sample in samples] for name in names}
     return columns | {

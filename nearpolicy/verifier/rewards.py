@@ -20,6 +20,7 @@ from typing import Any
 
 from nearpolicy.records import Outcome, Prompt, Rollout, Verdict
 from nearpolicy.verifier.config import (
+    AS_WRITTEN,
     ExactMatchReward,
     MathVerifyReward,
     NumberReward,
@@ -38,17 +39,18 @@ class Sample:
     """The completion."""
     columns: Mapping[str, Any]
     prompt: str | list[Mapping[str, Any]] = ""
-    """Text, or chat messages."""
+    """Text or chat messages, as the row has it."""
     completion_ids: list[int]
     """Tokens the policy chose, in order."""
     task: str
 
     @classmethod
     def of(cls, prompt: Prompt, rollout: Rollout) -> Sample:
+        asked = prompt.attachments.get(AS_WRITTEN, prompt.text)
         return cls(
             text=rollout.text,
             columns=dict(prompt.columns),
-            prompt=prompt.text if prompt.text is not None else [dict(message) for message in prompt.messages or ()],
+            prompt=asked if asked is not None else [dict(message) for message in prompt.messages or ()],
             completion_ids=[int(token) for s in rollout.segments for token in s.token_ids[s.mask]],
             task=prompt.task,
         )

@@ -9,7 +9,9 @@ import threading
 import numpy as np
 import pytest
 
-from nearpolicy.records import Outcome
+from nearpolicy.records import Outcome, Rollout
+from nearpolicy.tasks.config import TaskConfig
+from nearpolicy.tasks.sources import Row, make_prompt
 from nearpolicy.verifier.config import FunctionReward, NumberReward
 from nearpolicy.verifier.functions import (
     RewardFunctionError,
@@ -72,6 +74,33 @@ def test_chat_prompts_reach_trl_functions_as_messages():
         return [float(prompts[0] == chat and completions[0] == [{"role": "assistant", "content": "a"}])]
 
     assert verdicts(reward, samples("a", prompt=chat))[0].value == 1.0
+
+
+@pytest.mark.parametrize("question", ["Say hi.", [{"role": "user", "content": "Say hi."}]])
+def test_a_function_gets_the_prompt_in_the_form_of_the_row_whatever_the_chat_template_needs(question):
+    task = TaskConfig.model_validate(
+        {
+            "name": "t",
+            "source": {"kind": "jsonl", "path": "x"},
+            "system": "Be kind.",
+            "rewards": [{"kind": "number"}],
+        }
+    )
+    prompt = make_prompt(task, Row(1, {"prompt": question}), chat=True)
+    assert [message["role"] for message in prompt.messages] == ["system", "user"]
+    sample = Sample.of(prompt, Rollout(sample=0, segments=(), text="hi"))
+    seen = {}
+
+    def reward(prompts, completions):
+        seen.update(prompts=prompts, completions=completions)
+        return [0.0]
+
+    verdicts(reward, [sample])
+    if isinstance(question, str):
+        assert seen == {"prompts": ["Say hi."], "completions": ["hi"]}
+    else:
+        assert seen["prompts"] == [[{"role": "system", "content": "Be kind."}, *question]]
+        assert seen["completions"] == [[{"role": "assistant", "content": "hi"}]]
 
 
 def test_verl_function_is_called_per_sample_and_its_mapping_holds_score_and_parts():
