@@ -199,13 +199,13 @@ def make_evaluator(config: RunConfig, language: Language, generator: Generator, 
 
 
 def memory_by_owner(engine: Engine, learner: PolicyLearner) -> dict[str, float]:
-    """MiB of what the two roles hold for the whole run."""
+    """MiB of what the two roles hold for the whole run, by the owners that `sizes.memory_by_owner` estimates for."""
     mib = 2**20
     weights = sum(p.nbytes for p in learner.policy.parameters()) / mib
     return {
-        "engine_weights": sum(p.nbytes for p in engine.policy.parameters()) / mib,
-        "engine_kv": engine.kv_bytes / mib,
-        "learner_weights": weights,
-        "learner_gradients": weights,
-        "learner_optimizer": 2 * sum(4 * p.numel() for p in learner.policy.parameters()) / mib,
+        "engine: weights": sum(p.nbytes for p in engine.policy.parameters()) / mib,
+        "engine: keys and values": engine.kv_bytes / mib,
+        "learner: weights": weights,
+        "learner: gradients": weights,
+        "learner: AdamW": 2 * sum(4 * p.numel() for p in learner.policy.parameters()) / mib,
     }

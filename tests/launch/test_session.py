@@ -13,6 +13,7 @@ from nearpolicy.config import RunConfig, load_recipe
 from nearpolicy.errors import DataError, UserError
 from nearpolicy.launch.build import _threads
 from nearpolicy.launch.session import Session, run_session
+from nearpolicy.launch.sizes import memory_by_owner, model_shape
 from nearpolicy.models.numerics import Numerics
 from nearpolicy.store.folder import RunFolder
 from nearpolicy.store.reader import RunReader
@@ -96,6 +97,15 @@ def test_training_time_includes_evaluation_during_the_run_which_is_told_apart(co
     assert len(evaluated) == 4  # before, after steps 1 and 2, after the last
     assert summary["wall_s"] >= end - begin - 0.01
     assert summary["evaluation_s"] == pytest.approx(sum(evaluated), abs=0.01)
+
+
+def test_memory_that_was_held_is_what_check_estimates_under_the_same_names(config):
+    recipe = config()
+    held = run_session(Session(config=recipe))["memory_mb"]
+    estimated = memory_by_owner(recipe, model_shape(recipe.model))
+    assert set(estimated) - set(held) == {"learner: activations"}
+    for owner in ("learner: weights", "learner: AdamW", "engine: weights"):
+        assert held[owner] == pytest.approx(estimated[owner], abs=0.1)
 
 
 def test_threads_that_exact_numerics_cannot_use_are_lowered_aloud():
