@@ -17,7 +17,7 @@ from nearpolicy.evaluate.config import EvaluationConfig
 from nearpolicy.evaluate.metrics import HeldOutScore, held_out_scores
 from nearpolicy.records import Finish, Prompt, Rollout, Segment, Verdict
 from nearpolicy.roles import Completion, Generator, Request, Sampling, Verifier
-from nearpolicy.store.schema import EvaluatedSample
+from nearpolicy.store.schema import EvaluatedSample, prompt_text
 
 CORRECT = 1.0
 """Smallest value of the first reward source (or of its part ``correct``) that counts as a right answer."""
@@ -103,7 +103,7 @@ class Evaluator:
                 temperature=sampling.temperature,
                 row=row,
                 sample=rollout.sample,
-                prompt=_shown(prompt),
+                prompt=prompt_text(prompt),
                 text=rollout.text,
                 correct=None if value is None else value >= CORRECT,
                 value=value,
@@ -168,9 +168,3 @@ def summary_of(samples: Sequence[EvaluatedSample], pass_k: Sequence[int]) -> Map
         if values and all(value is not None for value, _ in values):
             found[f"pass_at_{k}"] = sum(v * n for v, n in values) / sum(n for _, n in values)
     return found
-
-
-def _shown(prompt: Prompt) -> str:
-    if prompt.text is not None:
-        return prompt.text
-    return "\n".join(str(message.get("content", "")) for message in prompt.messages or ())

@@ -23,6 +23,7 @@ from rich.text import Text
 from nearpolicy.errors import UserError
 from nearpolicy.records import Outcome, Segment, Verdict
 from nearpolicy.store.reader import RunReader, StoredRollout
+from nearpolicy.store.schema import prompt_text
 
 
 def command(
@@ -114,15 +115,12 @@ def _overview(run: RunReader) -> Text:
 
 def _panel(item: StoredRollout) -> Panel:
     prompt = item.admission.prompt
-    question = (
-        prompt.text if prompt.text is not None else "\n".join(str(m.get("content", "")) for m in prompt.messages or ())
-    )
     reward = "no reward" if item.reward is None else f"reward {item.reward:g}"
     where = f"step {item.step}" if item.step is not None else "no step"
     title = f"group {item.admission.index} · sample {item.rollout.sample} · {where} · {reward}"
     attempt = f" · attempt {item.admission.attempt}" if item.admission.attempt else ""
     parts = [
-        Text(visible(question), style="dim"),
+        Text(visible(prompt_text(prompt)), style="dim"),
         Text(visible(item.rollout.text)),
         _verdict_table(item),
         _segment_table(item),

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nearpolicy.records import Prompt
+
 SCHEMA_VERSION = 1
 APPLICATION_ID = 0x4E524C50
 """Marks the file as ours ("NRLP") for `file` and for the reader."""
@@ -181,6 +183,7 @@ class EvaluatedSample:
     """Which held-out question."""
     sample: int
     prompt: str
+    """As `prompt_text` shows it."""
     text: str
     correct: bool | None
     """None if the verifier failed or abstained: it counts neither as right nor as wrong."""
@@ -195,3 +198,10 @@ class EvaluatedSample:
     def __post_init__(self) -> None:
         if self.mode not in ("accuracy", "pass"):
             raise ValueError(f"an evaluation samples for accuracy or pass, not for {self.mode!r}")
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """A prompt as people read it: the text, or what its messages say."""
+    if prompt.text is not None:
+        return prompt.text
+    return "\n".join(str(message.get("content", "")) for message in prompt.messages or ())

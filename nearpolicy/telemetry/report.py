@@ -16,6 +16,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from nearpolicy.records import Event, Fate
+from nearpolicy.store.schema import prompt_text
 from nearpolicy.telemetry.report_page import Chart, escape, page, shown
 
 if TYPE_CHECKING:
@@ -432,12 +433,9 @@ def _first_last_rollouts(run: RunReader, count: int = 4) -> str:
 
 
 def _rollout(item: StoredRollout) -> str:
-    prompt = item.admission.prompt
-    question = prompt.text if prompt.text is not None else (prompt.messages or [{}])[-1].get("content", "")
+    question = prompt_text(item.admission.prompt)
     reward = "no reward" if item.reward is None else f"reward {item.reward:g}"
-    return (
-        f"<span class='tag mute'>{reward}</span><pre>{shown(str(question))}</pre><pre>{shown(item.rollout.text)}</pre>"
-    )
+    return f"<span class='tag mute'>{reward}</span><pre>{shown(question)}</pre><pre>{shown(item.rollout.text)}</pre>"
 
 
 def _facts(run: RunReader) -> str:

@@ -10,7 +10,9 @@ from synthetic_run import CONFIG, NASTY, group, make_run
 
 from nearpolicy.errors import UserError
 from nearpolicy.launch.inspect import inspect_run, runs, visible
+from nearpolicy.records import Prompt
 from nearpolicy.store.folder import create_run_folder
+from nearpolicy.store.schema import prompt_text
 from nearpolicy.store.writer import SqliteStore
 
 
@@ -54,3 +56,9 @@ def test_text_that_no_terminal_takes_is_shown_escaped(tmp_path, capsys, as_json)
 def test_equal_neighbours_are_counted():
     assert runs([3, 3, 3, 4]) == "3×3 4×1" and runs([]) == ""
     assert visible("a\tb\n\x1b\u2028é") == "a\tb\n\\x1b\u2028é"
+
+
+def test_a_prompt_reads_the_same_wherever_it_is_shown():
+    messages = ({"role": "system", "content": "Be kind."}, {"role": "user", "content": "Say hi."})
+    assert prompt_text(Prompt(id="a", task="t", messages=messages)) == "Be kind.\nSay hi."
+    assert prompt_text(Prompt(id="a", task="t", text="Say hi.")) == "Say hi."
