@@ -144,7 +144,8 @@ class Engine:
             for piece in pieces:
                 self.scheduler.computed(piece)
         for start in self.scheduler.start_ready():
-            self._store.copy_pages(*zip(*start.copies, strict=True)) if start.copies else None
+            if start.copies:
+                self._store.copy_pages(*zip(*start.copies, strict=True))
             drawing += start.samples
             logits.append(start.logits.expand(len(start.samples), -1))
         self.scheduler.release_spent()

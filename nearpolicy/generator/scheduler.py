@@ -170,10 +170,8 @@ class Scheduler:
         started = []
         for prompt in [p for p in self._prompts if p.logits is not None and self._may_start(p)]:
             start = Start(prompt.logits)
-            while prompt.waiting and self._can_start(prompt):
-                start.samples.append(self._fork(prompt, prompt.waiting.popleft(), start.copies))
-                if prompt.logits is None:
-                    break
+            while prompt.waiting and prompt.logits is not None and self._can_start(prompt):
+                start.samples.append(self._fork(prompt, start.copies))
             if start.samples:
                 started.append(start)
         return started
@@ -252,10 +250,12 @@ class Scheduler:
         """Whether the next sample takes the prompt's own pages: the last one does, and one that has no other way."""
         return len(prompt.waiting) <= 1 or (not self.has_started_work and not self.pool.can_allocate(1))
 
-    def _fork(self, prompt: PromptState, sequence: Sequence, copies: list[tuple[int, int]]) -> Sequence:
-        """Start a sample; ``waiting`` no longer holds it."""
+    def _fork(self, prompt: PromptState, copies: list[tuple[int, int]]) -> Sequence:
+        """Start the next sample; ``waiting`` no longer holds it."""
         full = prompt.length // PAGE
-        if not prompt.waiting or (not self.has_started_work and not self.pool.can_allocate(1)):
+        hands_over = self._hands_over(prompt)
+        sequence = prompt.waiting.popleft()
+        if hands_over:
             sequence.pages, prompt.pages = prompt.pages, []
             prompt.stored, prompt.logits = 0, None  # samples that still wait have it computed again
         else:
