@@ -49,7 +49,8 @@ class EngineLimits:
         if kv_memory_mb is None:
             num_pages = (max_running + max(1, max_running // 4)) * pages_for(max_length)
         else:
-            page_bytes = sum(shape.page_bytes for shape in attention_shapes(policy).values())
+            dtype = next(policy.parameters()).dtype  # what `KeyValueStore` keeps
+            page_bytes = sum(shape.page_bytes(dtype) for shape in attention_shapes(policy).values())
             num_pages = int(kv_memory_mb * 2**20 // page_bytes)
         return cls(max_running=max_running, num_pages=num_pages, prefill_chunk=prefill_chunk)
 

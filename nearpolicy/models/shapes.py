@@ -20,10 +20,9 @@ class AttentionShape:
     key_size: int
     value_size: int
 
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page in float32, the column of ones included."""
-        return 4 * PAGE * self.kv_heads * (self.key_size + self.value_size + 1)
+    def page_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one page, the column of ones included."""
+        return dtype.itemsize * PAGE * self.kv_heads * (self.key_size + self.value_size + 1)
 
 
 class _Watching(RowContext):

@@ -107,11 +107,12 @@ def test_a_request_that_can_never_fit_fails_at_once_and_names_the_setting():
     assert engine.submit(make_request(100, max_tokens=28)) == []
 
 
-def test_the_memory_bound_is_kept_by_the_pages_it_buys():
-    policy = families.shared()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_memory_bound_is_kept_by_the_pages_it_buys(dtype):
+    policy = families.fresh().to(dtype)
     limits = EngineLimits.sized(policy, max_running=4, prefill_chunk=64, max_length=200, kv_memory_mb=2)
     engine = make_engine(policy, num_pages=limits.num_pages)
-    page = sum(shape.page_bytes for shape in attention_shapes(policy).values())
+    page = sum(shape.page_bytes(dtype) for shape in attention_shapes(policy).values())
     assert engine.kv_bytes - page <= 2 * 2**20 < engine.kv_bytes  # one page beside the bound stays empty
 
 
