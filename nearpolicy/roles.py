@@ -21,6 +21,7 @@ from nearpolicy.records import (
     Group,
     Prompt,
     Rollout,
+    Segment,
     StepReport,
     Verdict,
     VersionRecord,
@@ -87,6 +88,19 @@ class Completion:
     extras: Mapping[str, np.ndarray] = field(default_factory=dict)
     reason: str = ""
     """Set when the finish is FAILED."""
+
+    def rollout(self, context_ids: np.ndarray, text: str, numerics: str) -> Rollout:
+        """One turn after ``context_ids``, every token of it chosen by the policy. ``text``: the tokens, decoded."""
+        segment = Segment(
+            context_ids=context_ids,
+            token_ids=self.token_ids,
+            mask=np.ones(len(self.token_ids), dtype=bool),
+            behavior_logprobs=self.logprobs,
+            versions=self.versions,
+            finish=self.finish,
+            extras=self.extras,
+        )
+        return Rollout(sample=self.sample, segments=(segment,), text=text, numerics=numerics)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

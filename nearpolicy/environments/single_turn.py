@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from nearpolicy.errors import ConfigError, EngineError, NearpolicyError
-from nearpolicy.records import Admission, Finish, Group, Prompt, Rollout, Segment, Verdict
+from nearpolicy.records import Admission, Finish, Group, Prompt, Rollout, Verdict
 from nearpolicy.roles import Completion, Environment, Generator, Request, Sampling, Verifier
 
 RewardOf = Callable[[Mapping[str, Verdict], str], float | None]
@@ -74,7 +74,7 @@ class SingleTurn:
         try:
             async with asyncio.TaskGroup() as judging:
                 async for completion in self._generator.submit(request):
-                    rollout = self._rollout(context, completion)
+                    rollout = completion.rollout(context, self._decode(completion.token_ids), self._numerics)
                     task = judging.create_task(self._judge(admission.prompt, rollout))
                     tasks.append((rollout, completion, task))
                     if late:
@@ -99,21 +99,6 @@ class SingleTurn:
             "judged": sorted(rollout.sample for rollout, _, task in tasks if not task.done() or task.cancelled()),
         }
         return " and ".join(f"samples {which} of {self._n} were not {what}" for what, which in waiting.items() if which)
-
-    def _rollout(self, context: np.ndarray, completion: Completion) -> Rollout:
-        tokens = completion.token_ids
-        segment = Segment(
-            context_ids=context,
-            token_ids=tokens,
-            mask=np.ones(len(tokens), dtype=bool),
-            behavior_logprobs=completion.logprobs,
-            versions=completion.versions,
-            finish=completion.finish,
-            extras=completion.extras,
-        )
-        return Rollout(
-            sample=completion.sample, segments=(segment,), text=self._decode(tokens), numerics=self._numerics
-        )
 
     async def _judge(self, prompt: Prompt, rollout: Rollout) -> Mapping[str, Verdict]:
         if rollout.finish in (Finish.FAILED, Finish.ABORTED) or not rollout.num_sampled:

@@ -25,7 +25,7 @@ from nearpolicy.models.weights import digests, named_weights
 from nearpolicy.objectives.config import ObjectiveConfig
 from nearpolicy.objectives.objective import Objective, assign_advantages
 from nearpolicy.pipeline import Pipeline
-from nearpolicy.records import Admission, Batch, Group, Prompt, Rollout, Segment, Verdict
+from nearpolicy.records import Admission, Batch, Group, Prompt, Rollout, Verdict
 from nearpolicy.roles import Request, Sampling
 from nearpolicy.rollout_queue.ledger import Ledger
 from nearpolicy.rollout_queue.queue import StalenessBoundedQueue
@@ -106,23 +106,7 @@ def synchronous(seed: int) -> Run:
             while len(done) < SIZE:
                 done += engine.step()
             done.sort(key=lambda completion: completion.sample)
-            rollouts = [
-                Rollout(
-                    sample=c.sample,
-                    text="",
-                    segments=(
-                        Segment(
-                            context_ids=context,
-                            token_ids=c.token_ids,
-                            mask=np.ones(len(c.token_ids), bool),
-                            behavior_logprobs=c.logprobs,
-                            versions=c.versions,
-                            finish=c.finish,
-                        ),
-                    ),
-                )
-                for c in done
-            ]
+            rollouts = [c.rollout(context, "", "exact") for c in done]
             rewards = tuple(reward(c.token_ids) for c in done)
             groups.append(Group(admission=admission, rollouts=tuple(rollouts), verdicts=({},) * SIZE, rewards=rewards))
         batch = Batch(step=step, places=PER_STEP, groups=tuple(groups), rows=assign_advantages(groups, OBJECTIVE))
@@ -277,7 +261,7 @@ def test_completions_of_all_groups_are_independent_draws(plain):
 
 
 @pytest.mark.parametrize("order", ["admission", "ready"])
-@pytest.mark.parametrize("on_sync", ["finish", "resume", "continue"])
+@pytest.mark.parametrize("on_sync", ["finish", "resume"])
 def test_ahead_of_training_the_bound_holds_and_engine_and_learner_still_agree_at_their_version(order, on_sync):
     run, _ = asynchronous(0, 0, bound=2, order=order, on_sync=on_sync, publish_every=2)
     assert len(run.losses) == STEPS
@@ -295,36 +279,25 @@ def test_a_large_step_moves_the_engine_as_far_as_the_learner():
         id="probe", token_ids=ids_of(prompt(7)), sampling=SAMPLING, n=SIZE, seed=0, admission=0, purpose="probe"
     )
 
-    def ask() -> list[Segment]:
+    def ask() -> list[Rollout]:
         engine.submit(request)
         done = []
         while len(done) < SIZE:
             done += engine.step()
         done.sort(key=lambda c: c.sample)
-        context = request.token_ids
-        return [
-            Segment(
-                context_ids=context,
-                token_ids=c.token_ids,
-                mask=np.ones(len(c.token_ids), bool),
-                behavior_logprobs=c.logprobs,
-                versions=c.versions,
-                finish=c.finish,
-            )
-            for c in done
-        ]
+        return [c.rollout(request.token_ids, "", "exact") for c in done]
 
-    def group(segments: list[Segment], step: int) -> Group:
+    def group(rollouts: list[Rollout], step: int) -> Group:
         admission = Admission(index=step, prompt=prompt(7), seed=0, version=step)
-        rollouts = tuple(Rollout(sample=i, segments=(s,), text="") for i, s in enumerate(segments))
-        rewards = tuple(reward(s.token_ids) for s in segments)
-        return Group(admission=admission, rollouts=rollouts, verdicts=({},) * SIZE, rewards=rewards)
+        rewards = tuple(reward(rollout.segments[0].token_ids) for rollout in rollouts)
+        return Group(admission=admission, rollouts=tuple(rollouts), verdicts=({},) * SIZE, rewards=rewards)
 
     for step in range(3):
-        segments = ask()
-        assert {v for s in segments for v in s.versions.tolist()} == {step}
-        rows = assign_advantages([group(segments, step)], OBJECTIVE)
-        batch = Batch(step=step, places=1, groups=(group(segments, step),), rows=rows)
+        rollouts = ask()
+        assert {v for r in rollouts for v in r.segments[0].versions.tolist()} == {step}
+        groups = (group(rollouts, step),)
+        rows = assign_advantages(groups, OBJECTIVE)
+        batch = Batch(step=step, places=1, groups=groups, rows=rows)
         run.note(batch, learner.step(batch).metrics)
         moved = [
             np.abs(now - row.segment.behavior_logprobs).mean()
