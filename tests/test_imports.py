@@ -32,7 +32,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "verifier": BASE,
     "environments": BASE,
     "rollout_queue": BASE,
-    "sync": BASE,
+    "sync": BASE | {"models.weights"},  # what a digest is of, and how two sets of them are compared
     # The loop and what stands around it.
     "pipeline": frozenset({"records", "roles", "telemetry.batch"}),
     "evaluate": BASE | {"store.schema"},

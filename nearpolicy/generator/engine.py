@@ -24,7 +24,7 @@ from nearpolicy.generator.scheduler import Piece, PromptState, Scheduler, Sequen
 from nearpolicy.models.numerics import Numerics
 from nearpolicy.models.policy import PolicyModel
 from nearpolicy.models.shapes import attention_shapes
-from nearpolicy.models.weights import digests, load_weights, named_weights
+from nearpolicy.models.weights import digests, load_weights, named_weights, require_held
 from nearpolicy.records import Finish
 from nearpolicy.roles import Completion, Request, Weights
 
@@ -227,11 +227,18 @@ class Engine:
         self.scheduler.preempt_all()
 
     def load(self, weights: Weights) -> Mapping[str, str]:
-        """Compute under these weights from now on. Nothing computed under older ones is used again."""
+        """Compute under these weights from now on. Nothing computed under older ones is used again.
+
+        The version changes only after the memory computed from has the digests that were sent. If this raises, no
+        token may be sampled until another load succeeds: nobody knows which weights these are.
+        """
+        version = weights.record.version
         self.interrupt()
         load_weights(self.policy.model, weights.tensors)
-        self.scheduler.version = weights.record.version
-        return digests(named_weights(self.policy.model))
+        shown = digests(named_weights(self.policy.model))
+        require_held("the engine", version, weights.digests, shown)
+        self.scheduler.version = version
+        return shown
 
 
 def _completion(sequence: Sequence, finish: Finish, reason: str = "") -> Completion:

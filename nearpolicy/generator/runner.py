@@ -78,6 +78,8 @@ class EngineRunner:
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._subscribers: dict[str, _Subscriber] = {}
         self._paused = False
+        self._unproved = False
+        """The last load failed: nothing is sampled until another one succeeds."""
         self._resting = True
         self._loads: list[tuple[Weights, Future[Mapping[str, str]], float]] = []
         self._ended: EngineError | None = None
@@ -117,7 +119,8 @@ class EngineRunner:
         await self._call(lambda: self._set_threads(threads))
 
     async def load(self, weights: Weights) -> Mapping[str, str]:
-        """Compute under these weights from now on. Cancelled before that began, it leaves the old ones in place."""
+        """Compute under these weights from now on. Cancelled before that began, it leaves the old ones in place; if it
+        fails, nothing more is sampled until another load succeeds."""
         done: Future[Mapping[str, str]] = Future()
         try:
             await self._call(lambda: self._loads.append((weights, done, time.monotonic() + self._sync_timeout_s)))
@@ -164,7 +167,7 @@ class EngineRunner:
         try:
             while self._obey():
                 self._load_if_due()
-                if self._engine.scheduler.has_work and not self._paused:
+                if self._engine.scheduler.has_work and not self._stands:
                     self._deliver(self._engine.step())
             ended = EngineError("the generator is closed")
         except BaseException as error:
@@ -176,7 +179,7 @@ class EngineRunner:
         """Carry out what was asked; sleep only when there is nothing to compute. False ends the thread."""
         idle_since = None
         while True:
-            wait = (self._paused or not self._engine.scheduler.has_work) and not self._loads
+            wait = (self._stands or not self._engine.scheduler.has_work) and not self._loads
             if wait and self._commands.empty():
                 idle_since = idle_since or time.monotonic()
             self._resting = wait
@@ -188,7 +191,7 @@ class EngineRunner:
                 return False
             command.run()
         if idle_since is not None:
-            cause = "paused" if self._paused else "no request"
+            cause = "paused" if self._stands else "no request"
             self._emit("idle", seconds=time.monotonic() - idle_since, cause=cause)
         return True
 
@@ -212,6 +215,10 @@ class EngineRunner:
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused
 
+    @property
+    def _stands(self) -> bool:
+        return self._paused or self._unproved
+
     def _deliver(self, completions: list[Completion]) -> None:
         for completion in completions:
             ended = {"tokens": len(completion.token_ids), "reason": completion.finish.value}
@@ -231,7 +238,7 @@ class EngineRunner:
             return
         weights, done, deadline = self._loads[0]
         finish_first = self._on_sync == "finish" and time.monotonic() < deadline
-        if finish_first and scheduler.has_started_work and not self._paused:
+        if finish_first and scheduler.has_started_work and not self._stands:
             return
         if not done.set_running_or_notify_cancel():
             return
@@ -239,12 +246,15 @@ class EngineRunner:
         try:
             shown = self._engine.load(weights)
         except Exception as error:
+            self._unproved = True
             done.set_exception(error)
         else:
+            self._unproved = False
             done.set_result(shown)
         self._loads.pop(0)
         scheduler.accepts_new = not self._loads
-        self._emit("swap", seconds=time.perf_counter() - begin, version=self._engine.version)
+        if not self._unproved:
+            self._emit("swap", seconds=time.perf_counter() - begin, version=self._engine.version)
 
     def _end(self, error: EngineError) -> None:
         """Answer everybody who waits, and from now on every caller."""

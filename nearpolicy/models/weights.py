@@ -74,3 +74,14 @@ def load_weights(model: nn.Module, incoming: Mapping[str, Tensor]) -> None:
 def differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
     """Names whose digests differ or stand on one side only."""
     return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+
+
+def require_held(holder: str, version: int, wanted: Mapping[str, str], shown: Mapping[str, str]) -> None:
+    """Raises `SyncError` with the names of the tensors that ``holder`` shows otherwise than they were sent."""
+    wrong = differing(wanted, shown)
+    if wrong:
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise SyncError(
+            f"{holder} does not hold version {version} after its load: "
+            f"{', '.join(map(repr, wrong[:5]))}{more} differ from the learner's"
+        )

@@ -13,4 +13,5 @@ class SyncConfig(ConfigModel):
     weight_sync_steps: PositiveInt = 1
     """Steps between publications; `weight_sync_steps - 1` may not exceed `queue.max_staleness`."""
     timeout_s: PositiveFloat = 120.0
-    """Bound on one publication; a generator that has not shown the new weights by then stops the run."""
+    """Bound on each phase of a publication: running sequences get so long to end, then the load gets so long again.
+    A generator that has not shown the new weights after both stops the run."""

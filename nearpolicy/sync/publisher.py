@@ -1,5 +1,6 @@
-"""Publishing: export with digests, load on every generator, compare what each one shows. No generator samples under
-weights it has not shown.
+"""Publishing: export with digests, load on every generator, compare what each one shows.
+
+The embedded engine compares by itself too, before it samples; here every generator is asked, whatever it is.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from nearpolicy.errors import SyncError
+from nearpolicy.models.weights import require_held
 from nearpolicy.records import VersionRecord
 from nearpolicy.roles import Generator, Weights
 
@@ -29,7 +31,8 @@ class Publisher:
         timeout_s: float,
         on_event: Callable[..., None] | None = None,
     ) -> None:
-        """``timeout_s``: bound on one generator's load, waiting for its running sequences included."""
+        """``timeout_s``: bound on each of two phases that a generator goes through: its running sequences end
+        (``generator.on_sync`` finish), then it loads. What is watched here is both together."""
         self._learner = learner
         self._generators = generators
         self._timeout_s = timeout_s
@@ -46,14 +49,14 @@ class Publisher:
         self._told("load", begin, weights, bytes=size)
         begin = time.monotonic()
         for i, digests in enumerate(shown):
-            compare(i, weights, digests)
+            require_held(f"generator {i}", weights.record.version, weights.digests, digests)
         self._told("compare", begin, weights, tensors=len(weights.digests))
         self._parent = weights.record.version
         return weights.record
 
     async def _load(self, instance: int, weights: Weights) -> Mapping[str, str]:
         try:
-            async with asyncio.timeout(self._timeout_s * 2):  # running sequences may take all of timeout_s to end
+            async with asyncio.timeout(self._timeout_s * 2):
                 return await self._generators[instance].load(weights)
         except TimeoutError:
             raise SyncError(
@@ -63,14 +66,3 @@ class Publisher:
 
     def _told(self, phase: str, begin: float, weights: Weights, **numbers: float) -> None:
         self._emit(phase, seconds=time.monotonic() - begin, version=weights.record.version, **numbers)
-
-
-def compare(instance: int, weights: Weights, shown: Mapping[str, str]) -> None:
-    """Raises `SyncError` naming the tensors whose digests differ or stand on one side only."""
-    wrong = sorted(n for n in weights.digests.keys() | shown.keys() if weights.digests.get(n) != shown.get(n))
-    if wrong:
-        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise SyncError(
-            f"generator {instance} does not hold version {weights.record.version} after its load: "
-            f"{', '.join(repr(name) for name in wrong[:5])}{more} differ from the learner's"
-        )

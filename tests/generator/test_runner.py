@@ -16,7 +16,7 @@ from nearpolicy.errors import EngineError, SyncError
 from nearpolicy.generator.engine import Engine
 from nearpolicy.generator.runner import EngineRunner
 from nearpolicy.records import Finish
-from nearpolicy.roles import Completion, Request
+from nearpolicy.roles import Completion, Request, Weights
 
 BOUND_S = 60
 """Everything here takes milliseconds; a test that reaches the bound stands still."""
@@ -237,15 +237,41 @@ def test_two_publications_in_a_row_are_loaded_in_order():
     playing(scene)
 
 
-def test_weights_that_do_not_fit_are_refused_and_the_engine_goes_on_with_the_old_ones():
-    async def scene(runner, engine):
-        wrong = weights_of(families.shared("qwen2"), 1)
-        with pytest.raises(SyncError, match="0 tensors applied"):
-            await runner.load(wrong)
-        (completion,) = await all_of(runner, make_request(9, max_tokens=3))
-        assert (completion.finish, completion.versions.tolist()) == (Finish.LENGTH, [0, 0, 0])
+def unlike_its_digests() -> Weights:
+    weights = weights_of(families.shared(seed=1), 1)
+    weights.tensors["model.norm.weight"][3] += 1e-3
+    return weights
 
-    playing(scene)
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: weights_of(families.shared("qwen2"), 1), "0 tensors applied"),
+        (unlike_its_digests, r"the engine does not hold version 1 after its load: 'model\.norm\.weight' differ"),
+    ],
+    ids=["other tensors", "other numbers"],
+)
+def test_after_a_failed_load_no_token_is_sampled_until_another_load_succeeds(wrong, message):
+    async def scene(runner, engine):
+        gate = Gate(engine)
+        running = asyncio.create_task(all_of(runner, make_request(9, id="runs", max_tokens=12)))
+        await gate.passes(3)
+        load = asyncio.create_task(runner.load(wrong()))
+        await asyncio.sleep(0)  # it has queued its command
+        gate.allow(1000)
+        with pytest.raises(SyncError, match=message):
+            await load
+        before = gate.count
+        new = asyncio.create_task(all_of(runner, make_request(9, id="new", max_tokens=2)))
+        await runner.resume()  # does not make the weights any better
+        for _ in range(20):  # each is a turn of the engine's thread
+            await runner.abort([])
+        assert (gate.count, engine.version) == (before, 0)
+        await runner.load(weights_of(families.shared(seed=2), 2))
+        assert set((await running)[0].versions.tolist()) == {0, 2}
+        assert (await new)[0].versions.tolist() == [2, 2]
+
+    playing(scene, on_sync="resume")
 
 
 def test_a_request_for_a_version_to_come_waits_without_keeping_the_thread_busy():
