@@ -5,7 +5,8 @@
     async for completion           <- call_soon  <- as each sequence ends
 
 The thread never waits while there is work. When it ends, by `close` or by an exception, everybody who still waits gets
-an `EngineError` that says why, and so does every later call. A caller may be cancelled at any moment: a command not
+an error that says why, and so does every later call: an `EngineError`, or the `UserError` that the thread met (a full
+disk, say, when it told an event). A caller may be cancelled at any moment: a command not
 begun by then is not carried out, and what a request still computes is aborted.
 """
 
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-from nearpolicy.errors import EngineError
+from nearpolicy.errors import EngineError, NearpolicyError, UserError
 from nearpolicy.generator.engine import Engine
 from nearpolicy.roles import Capabilities, Completion, Request, Weights
 
@@ -47,11 +48,11 @@ class _Command:
 @dataclass(eq=False)
 class _Subscriber:
     loop: asyncio.AbstractEventLoop
-    inbox: asyncio.Queue[Completion | EngineError]
+    inbox: asyncio.Queue[Completion | NearpolicyError]
     undelivered: int
     """Counted by the engine's thread."""
 
-    def put(self, item: Completion | EngineError) -> None:
+    def put(self, item: Completion | NearpolicyError) -> None:
         with contextlib.suppress(RuntimeError):  # its event loop is closed: nobody waits any more
             self.loop.call_soon_threadsafe(self.inbox.put_nowait, item)
 
@@ -82,7 +83,7 @@ class EngineRunner:
         """The last load failed: nothing is sampled until another one succeeds."""
         self._resting = True
         self._loads: list[tuple[Weights, Future[Mapping[str, str]], float]] = []
-        self._ended: EngineError | None = None
+        self._ended: NearpolicyError | None = None
         self._ending = threading.Lock()
         """Held to ask whether the thread has ended and to queue a command, so that none is left without an answer."""
         self._thread = threading.Thread(target=self._run, args=(threads,), name="generator", daemon=True)
@@ -96,8 +97,8 @@ class EngineRunner:
             await self._call(lambda: self._submit(request, subscriber))
             while missing:
                 item = await subscriber.inbox.get()
-                if isinstance(item, EngineError):
-                    raise EngineError(*item.args) from item.__cause__
+                if isinstance(item, NearpolicyError):
+                    raise _copy(item) from item.__cause__
                 missing -= 1
                 yield item
         finally:
@@ -155,7 +156,7 @@ class EngineRunner:
         command = _Command(action, Future())
         with self._ending:
             if self._ended is not None:
-                raise EngineError(*self._ended.args) from self._ended.__cause__
+                raise _copy(self._ended) from self._ended.__cause__
             self._commands.put(command)
         return await asyncio.wrap_future(command.done)
 
@@ -170,6 +171,8 @@ class EngineRunner:
                 if self._engine.scheduler.has_work and not self._stands:
                     self._deliver(self._engine.step())
             ended = EngineError("the generator is closed")
+        except UserError as error:
+            ended = error
         except BaseException as error:
             ended = EngineError(f"the engine stopped: {error!r}")
             ended.__cause__ = error
@@ -256,7 +259,7 @@ class EngineRunner:
         if not self._unproved:
             self._emit("swap", seconds=time.perf_counter() - begin, version=self._engine.version)
 
-    def _end(self, error: EngineError) -> None:
+    def _end(self, error: NearpolicyError) -> None:
         """Answer everybody who waits, and from now on every caller."""
         with self._ending:
             self._ended = error
@@ -269,3 +272,8 @@ class EngineRunner:
         for done in waiting:
             if done.set_running_or_notify_cancel():
                 done.set_exception(error)
+
+
+def _copy(error: NearpolicyError) -> NearpolicyError:
+    """One for each who waits: a raised exception collects the traceback of everybody it passes."""
+    return type(error)(*error.args)

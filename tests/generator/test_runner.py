@@ -12,7 +12,7 @@ import pytest
 import torch
 from driving import assert_same_bits, make_engine, make_request, run, weights_of
 
-from nearpolicy.errors import EngineError, SyncError
+from nearpolicy.errors import EngineError, RunFolderError, SyncError
 from nearpolicy.generator.engine import Engine
 from nearpolicy.generator.runner import EngineRunner
 from nearpolicy.records import Finish
@@ -403,6 +403,19 @@ def test_an_exception_in_the_engines_thread_reaches_every_waiter_and_every_later
                 await call
 
     playing(scene)
+
+
+def test_what_a_person_can_repair_comes_out_of_the_engines_thread_as_it_is():
+    def full(kind: str, **numbers) -> None:
+        if kind == "finish":
+            raise RunFolderError("the store cannot be written: disk full")
+
+    async def scene(runner, engine):
+        for name in ("meets it", "later"):
+            with pytest.raises(RunFolderError, match="^the store cannot be written: disk full$"):
+                await all_of(runner, make_request(9, id=name, max_tokens=2))
+
+    playing(scene, on_event=full)
 
 
 def test_closing_ends_the_thread_and_wakes_whoever_still_waits():
