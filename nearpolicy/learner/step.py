@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nearpolicy.errors import NearpolicyError
 from nearpolicy.learner.config import LearnerConfig
 from nearpolicy.learner.optimizer import MasterAdamW
 from nearpolicy.learner.packing import Packed, build_trees, microbatches, pack
@@ -130,8 +131,9 @@ class PolicyLearner:
         out = [np.zeros(len(row.segment.token_ids), dtype=np.float32) for row in rows]
         for packed in self._packed(rows, _useful(rows, range(len(rows)), self.objective)):
             logprobs, _ = self._score(packed)
-            for i, position, value in zip(packed.row_index, packed.position, logprobs.tolist(), strict=True):
-                out[i][position] = value
+            values = logprobs.cpu().numpy()
+            for i, here in _targets_by_row(packed):
+                out[i][packed.position[here]] = values[here]
         return out
 
     def forward_backward(
@@ -175,7 +177,12 @@ class PolicyLearner:
         """One update of maximum likelihood; does not count as a step. Returns the mean loss over tokens, in nats."""
         stats = TokenStats()
         self.forward_backward(range(len(rows)), objective, rows, None, stats)
-        self.optimizer.step(rate, self.config.max_grad_norm)
+        norm = self.optimizer.step(rate, self.config.max_grad_norm)
+        if not np.isfinite(norm):
+            raise NearpolicyError(
+                f"the gradient of a supervised step over {len(rows)} rows is not finite (norm {norm}, loss "
+                f"{stats.loss}); lower warm_start.learning_rate, or use float32 if the model is narrower"
+            )
         return stats.loss
 
     def forget_optimizer(self) -> None:
@@ -199,7 +206,7 @@ class PolicyLearner:
         self.version, self.updates = state["version"], state["updates"]
         self.optimizer.load_state_dict(state["optimizer"])
 
-    def _packed(self, rows: Sequence[Row], wanted: Sequence[int]) -> Sequence[Packed]:
+    def _packed(self, rows: Sequence[Row], wanted: Sequence[int]) -> Iterator[Packed]:
         budget = self.config.max_tokens_per_microbatch
         for trees in microbatches(build_trees(rows, wanted, budget), budget):
             yield pack(rows, trees)
@@ -267,16 +274,21 @@ def _columns(
     rows: Sequence[Row], packed: Packed, proximal: Sequence[np.ndarray] | None, shares: Mapping[int, float]
 ) -> dict[str, np.ndarray]:
     """Per-token inputs of the loss, [N] float32 each, in the order of the packed targets."""
-    pairs = list(zip(packed.row_index.tolist(), packed.position.tolist(), strict=True))
-
-    def column(value_of: Callable[[int, int], float]) -> np.ndarray:
-        return np.fromiter((value_of(i, t) for i, t in pairs), dtype=np.float32, count=len(pairs))
-
-    columns = {
-        "behavior": column(lambda i, t: rows[i].segment.behavior_logprobs[t]),
-        "advantages": column(lambda i, t: rows[i].advantages[t]),
-        "shares": column(lambda i, t: shares[i]),
-    }
-    if proximal is not None:
-        columns["proximal"] = column(lambda i, t: proximal[i][t])
+    names = ("behavior", "advantages", "shares", *(["proximal"] if proximal is not None else []))
+    columns = {name: np.empty(len(packed.targets), dtype=np.float32) for name in names}
+    for i, here in _targets_by_row(packed):
+        positions = packed.position[here]
+        columns["behavior"][here] = rows[i].segment.behavior_logprobs[positions]
+        columns["advantages"][here] = rows[i].advantages[positions]
+        columns["shares"][here] = shares[i]
+        if proximal is not None:
+            columns["proximal"][here] = proximal[i][positions]
     return columns
+
+
+def _targets_by_row(packed: Packed) -> Iterator[tuple[int, slice]]:
+    """(index of the batch's row, where its targets stand); those of one row stand together. A loop over tokens would
+    hold the interpreter's lock against the engine's thread."""
+    starts = np.flatnonzero(np.diff(packed.row_index, prepend=-1)).tolist()
+    for start, end in zip(starts, [*starts[1:], len(packed.row_index)], strict=True):
+        yield int(packed.row_index[start]), slice(start, end)

@@ -132,6 +132,8 @@ def reference(
 class FixedLogits(torch.nn.Module):
     """A policy of one position: the same logits after every token."""
 
+    device = torch.device("cpu")
+
     def __init__(self, logits: Sequence[float]) -> None:
         super().__init__()
         self.logits = torch.nn.Parameter(torch.tensor(logits))

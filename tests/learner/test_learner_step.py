@@ -22,6 +22,7 @@ from learner_cases import (
     weights,
 )
 
+from nearpolicy.errors import NearpolicyError
 from nearpolicy.generator.sampling import sampled_logprobs
 from nearpolicy.learner.config import LearnerConfig
 from nearpolicy.learner.optimizer import MasterAdamW
@@ -352,6 +353,16 @@ def test_supervised_loss_is_the_mean_negative_log_likelihood():
     assert again < -float(torch.cat(kept).mean()) - 0.01  # it learns
 
 
+def test_a_supervised_step_whose_gradient_is_not_finite_ends_the_run():
+    class Infinite(Supervised):
+        def token_losses(self, *arguments):
+            losses, named = super().token_losses(*arguments)
+            return losses * math.inf, named
+
+    with pytest.raises(NearpolicyError, match=r"over 12 rows is not finite.*warm_start\.learning_rate"):
+        learner().supervised_step(random_rows(15), Infinite(), 1e-2)
+
+
 # The schedule and the optimizer.
 
 
@@ -426,6 +437,20 @@ def test_gradients_are_scaled_down_to_the_norm_and_the_norm_before_is_told(max_n
     # The first update of AdamW is g / (|g| + eps).
     assert model.w.tolist() == pytest.approx([-g / (g + 1.0) for g in used], abs=1e-5)
     assert model.w.grad is None
+
+
+def test_the_norm_of_a_gradient_as_large_as_an_embedding_has_the_same_bits_with_one_and_with_two_threads():
+    gradient = torch.randn(49152, 576, generator=torch.Generator().manual_seed(0))
+    norms = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        model = One([0.0])
+        adamw = MasterAdamW(model, LearnerConfig())
+        adamw._adamw.step = lambda: None  # the norm is the one thing here that adds up over elements
+        model.w.data, model.w.grad = torch.zeros_like(gradient), gradient.clone()
+        norms.append(adamw.step(0.0, None))
+    assert norms[0] == norms[1]
+    assert norms[0] == pytest.approx(float(torch.linalg.vector_norm(gradient.double())), rel=1e-2)
 
 
 def test_weight_decay_is_decoupled():
