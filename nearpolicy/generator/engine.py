@@ -219,6 +219,7 @@ class Engine:
                 context_sum=sum(p.span.start + 1 for p in pieces),
                 ms=seconds * 1e3,
                 sampled=len(drawing),
+                running=len(self.scheduler.running),
                 version=self.version,
             )
 

@@ -51,6 +51,8 @@ class _Subscriber:
     inbox: asyncio.Queue[Completion | NearpolicyError]
     undelivered: int
     """Counted by the engine's thread."""
+    admission: int | None
+    """What the request is for; None outside training."""
 
     def put(self, item: Completion | NearpolicyError) -> None:
         with contextlib.suppress(RuntimeError):  # its event loop is closed: nobody waits any more
@@ -91,7 +93,8 @@ class EngineRunner:
 
     async def submit(self, request: Request) -> AsyncIterator[Completion]:
         """Completions as they end. Leaving the iterator early aborts what is left."""
-        subscriber = _Subscriber(asyncio.get_running_loop(), asyncio.Queue(), request.n)
+        admission = request.admission if request.purpose == "rollout" else None
+        subscriber = _Subscriber(asyncio.get_running_loop(), asyncio.Queue(), request.n, admission)
         missing = request.n
         try:
             await self._call(lambda: self._submit(request, subscriber))
@@ -224,9 +227,9 @@ class EngineRunner:
 
     def _deliver(self, completions: list[Completion]) -> None:
         for completion in completions:
-            ended = {"tokens": len(completion.token_ids), "reason": completion.finish.value}
-            self._emit("finish", sample=completion.sample, **ended)
             subscriber = self._subscribers[completion.request]
+            ended = {"tokens": len(completion.token_ids), "reason": completion.finish.value}
+            self._emit("finish", admission=subscriber.admission, sample=completion.sample, **ended)
             subscriber.undelivered -= 1
             if subscriber.undelivered == 0:
                 del self._subscribers[completion.request]

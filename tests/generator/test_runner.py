@@ -292,6 +292,24 @@ def test_a_request_for_a_version_to_come_waits_without_keeping_the_thread_busy()
     playing(scene, on_event=lambda kind, **_: events.append(kind))
 
 
+def test_events_say_when_the_batch_drains_and_whose_sequence_ended():
+    told = []
+
+    async def scene(runner, engine):
+        await all_of(runner, make_request(9, id="3.0", n=2, admission=3, max_tokens=4))
+        await all_of(runner, make_request(9, id="evaluation.0.t.0", admission=5, max_tokens=1, purpose="evaluation"))
+
+    playing(
+        scene,
+        engine_options={"on_event": lambda *e, **n: told.append((*e, n))},
+        on_event=lambda *e, **n: told.append((*e, n)),
+    )
+    steps = [numbers["running"] for kind, numbers in told if kind == "decode_step"]
+    assert steps == [2, 2, 0]
+    ends = [(numbers["admission"], numbers["sample"]) for kind, numbers in told if kind == "finish"]
+    assert sorted(ends, key=str) == [(3, 0), (3, 1), (None, 0)]
+
+
 def test_another_number_of_threads_in_the_middle_changes_no_bit():
     numerics = families.exact_numerics(families.shared(), 2)
     request = make_request(70, n=3, max_tokens=20)
@@ -412,7 +430,7 @@ def test_what_a_person_can_repair_comes_out_of_the_engines_thread_as_it_is():
 
     async def scene(runner, engine):
         for name in ("meets it", "later"):
-            with pytest.raises(RunFolderError, match="^the store cannot be written: disk full$"):
+            with pytest.raises(RunFolderError, match=r"^the store cannot be written: disk full$"):
                 await all_of(runner, make_request(9, id=name, max_tokens=2))
 
     playing(scene, on_event=full)
