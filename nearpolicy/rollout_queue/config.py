@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from nearpolicy.settings import ConfigModel
 
@@ -18,17 +18,37 @@ class QueueConfig(ConfigModel):
     """Bound on the age of a group when it is consumed: steps completed since the oldest weights among its tokens.
     0 is synchronous training."""
     order: Literal["admission", "ready"] = "admission"
-    """`admission`: groups are consumed in the order of their prompts, whatever ends first; the run can be repeated
-    bit for bit. `ready`: finished groups go first as far as the bound allows; faster with stragglers, not
-    repeatable."""
+    """`admission`: groups are consumed in the order of their prompts, whatever ends first. With `max_staleness: 0` the
+    run can then be repeated bit for bit; above it which weights sample a token depends on time, and only what was
+    recorded can be trained on again. `ready`: finished groups go first as far as the bound allows; faster with
+    stragglers."""
     rollout_timeout_s: PositiveFloat = 600.0
     """Bound on one attempt at a prompt, generation and verification together."""
     rollout_retries: NonNegativeInt = 1
     """Further attempts, with the same random numbers, before a prompt is given up as failed."""
-    stall_timeout_s: PositiveFloat = 900.0
-    """Bound on the learner's wait for a batch; when it is passed the run stops and says who waited for whom."""
+    stall_timeout_s: PositiveFloat = Field(
+        default_factory=lambda others: 1.5 * longest_rollout_s(others["rollout_timeout_s"], others["rollout_retries"])
+    )
+    """Bound on the learner's wait for a batch; when it is passed the run stops and says who waited for whom. Left out:
+    1.5 times what one prompt may take with its retries, `rollout_timeout_s * (1 + rollout_retries)`. Less than that
+    product is refused."""
+
+    @model_validator(mode="after")
+    def _a_slow_prompt_is_no_standstill(self) -> Self:
+        longest = longest_rollout_s(self.rollout_timeout_s, self.rollout_retries)
+        if self.stall_timeout_s < longest:
+            raise ValueError(
+                f"queue.stall_timeout_s={self.stall_timeout_s:g} would end the run while one prompt may still take "
+                f"rollout_timeout_s * (1 + rollout_retries) = {longest:g} s; raise it, or leave it out"
+            )
+        return self
 
     @property
     def num_slots(self) -> int:
         """Groups admitted but not yet in published weights, at most."""
         return (self.max_staleness + 1) * self.prompts_per_step
+
+
+def longest_rollout_s(rollout_timeout_s: float, rollout_retries: int) -> float:
+    """What one prompt may take before it is given up."""
+    return rollout_timeout_s * (1 + rollout_retries)

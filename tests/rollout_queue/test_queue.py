@@ -9,6 +9,7 @@ import pytest
 
 from nearpolicy.errors import StalenessError, StandstillError
 from nearpolicy.records import Admission, Fate, Finish, Group, Prompt, Rollout, Segment
+from nearpolicy.rollout_queue.config import QueueConfig
 from nearpolicy.rollout_queue.ledger import Ledger
 from nearpolicy.rollout_queue.queue import StalenessBoundedQueue
 
@@ -258,6 +259,14 @@ def test_no_more_groups_are_admitted_than_the_run_needs_but_for_those_that_fail(
         assert book.admitted_indices == [0, 1, 2, 3]
 
     asyncio.run(scenario())
+
+
+def test_the_learner_waits_longer_than_one_prompt_may_take():
+    assert QueueConfig().stall_timeout_s == 1.5 * 600 * 2
+    assert QueueConfig(rollout_timeout_s=10, rollout_retries=3).stall_timeout_s == 1.5 * 10 * 4
+    assert QueueConfig(rollout_timeout_s=10, rollout_retries=3, stall_timeout_s=40).stall_timeout_s == 40
+    with pytest.raises(ValueError, match=r"stall_timeout_s=39 .*rollout_timeout_s \* \(1 \+ rollout_retries\) = 40 s"):
+        QueueConfig(rollout_timeout_s=10, rollout_retries=3, stall_timeout_s=39)
 
 
 def test_completing_a_step_that_was_not_begun_is_an_error():
