@@ -33,6 +33,10 @@ class RunFolderError(UserError):
     """A run folder that cannot be written, is occupied, or is not a run."""
 
 
+class RolloutsError(UserError):
+    """Group after group fails, so that nothing will ever be trained; the message names the last reason."""
+
+
 class StalenessError(NearpolicyError):
     """A broken staleness invariant; it names the group and the versions."""
 

@@ -59,6 +59,7 @@ class Pipeline:
 
     async def _learn(self) -> None:
         unpublished: int | None = None
+        failed_before = 0
         for step in range(self.first_step, self.num_steps):
             begin = time.monotonic()
             groups = await self.queue.take(self.prompts_per_step)
@@ -75,7 +76,9 @@ class Pipeline:
                 await self._publish(report.version)
                 unpublished = None
             times = step_times(batch, waited, time.monotonic() - begin)
-            self.telemetry.log_step(step, {**batch_metrics(batch), **report.metrics, **times})
+            failed = {"batch/failed_groups": float(self.queue.num_failed - failed_before)}
+            failed_before = self.queue.num_failed
+            self.telemetry.log_step(step, {**batch_metrics(batch), **failed, **report.metrics, **times})
             if await self.after_step(report):
                 break
         if unpublished is not None:  # the run ended between two publications

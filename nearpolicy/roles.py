@@ -186,6 +186,9 @@ class Slot:
 class RolloutQueue(Protocol):
     """Holds groups between environments and learner, none older than the bound when consumed."""
 
+    num_failed: int
+    """Groups given up as failed since the start of the run."""
+
     async def reserve(self) -> Slot | None:
         """Waits while generation is far enough ahead; None when no admission is left."""
         ...
@@ -193,7 +196,7 @@ class RolloutQueue(Protocol):
     def fill(self, slot: Slot, group: Group) -> None: ...
 
     async def take(self, count: int) -> Sequence[Group]:
-        """The next ``count`` groups; fewer only when no admission is left."""
+        """The next ``count`` groups; fewer only when no admission is left. A `UserError` if all that comes fails."""
         ...
 
     def complete(self, step: int) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nearpolicy.environments.single_turn import Bounded
-from nearpolicy.errors import EngineError, NearpolicyError, StandstillError, SyncError
+from nearpolicy.errors import EngineError, NearpolicyError, RolloutsError, StandstillError, SyncError
 from nearpolicy.pipeline import Pipeline
 from nearpolicy.records import (
     Admission,
@@ -316,13 +316,34 @@ def test_a_rejected_first_sample_does_not_stop_a_synchronous_run():
                 return Group(admission=admission, failure="verifier crashed")
             return group_of(admission, [self.generator_version])
 
-    async def scenario() -> list[list[int]]:
+    async def scenario() -> World:
         clock = Clock(0)
         world = FirstFails(clock, bound=0, per_step=3, steps=2)
         await clock.drive(asyncio.create_task(world.pipeline.run()))
-        return world.batches
+        return world
 
-    assert asyncio.run(scenario()) == [[1, 2, 3], [4, 5, 6]]
+    world = asyncio.run(scenario())
+    assert world.batches == [[1, 2, 3], [4, 5, 6]]
+    assert [line["batch/failed_groups"] for line in world.logged] == [1.0, 0.0]
+
+
+def test_a_run_whose_groups_all_fail_ends_with_their_reason():
+    class AllFail(World):
+        async def run(self, admission: Admission) -> Group:
+            await self.clock.wait()
+            return Group(admission=admission, failure="verifier crashed")
+
+    async def scenario() -> BaseException:
+        clock = Clock(0)
+        with pytest.raises(ExceptionGroup) as raised:
+            await clock.drive(asyncio.create_task(AllFail(clock, bound=1, per_step=2).pipeline.run()))
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return raised.value
+
+    [error] = asyncio.run(scenario()).exceptions
+    assert isinstance(error, RolloutsError)
+    assert str(error) == "12 groups in a row failed, the last because: verifier crashed"
 
 
 @pytest.mark.parametrize("ending", ["the data ends", "somebody stops the run"])

@@ -2,7 +2,7 @@
 
 reserve -> Slot       waits for a free slot              woken by retire, and by fill of a failed group
 fill(slot, group)     never waits                        wakes take
-take(n) -> groups     waits for a batch                  woken by fill
+take(n) -> groups     waits for a batch                  woken by fill; an error if nothing but failures comes
 complete, retire      never wait                         wake reserve
 expire                never waits                        wakes reserve
 """
@@ -12,10 +12,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from nearpolicy.errors import StandstillError
+from nearpolicy.errors import RolloutsError, StandstillError
 from nearpolicy.records import Admission, Fate, Group
 from nearpolicy.roles import PromptSource, RunStore, Slot
 from nearpolicy.rollout_queue.ledger import Ledger, State
+
+HOPELESS = 3
+"""Failed groups in a row, counted in slots, after which the run ends: whatever fails them will fail the next ones."""
 
 
 class StalenessBoundedQueue:
@@ -45,6 +48,8 @@ class StalenessBoundedQueue:
         self._data_ended = False
         self.num_failed = 0
         """Groups that failed since the start of the run."""
+        self._failed_in_a_row = 0
+        self._last_failure = ""
         self.num_expired = 0
         """Groups that were beyond the bound before they could be consumed."""
 
@@ -71,8 +76,12 @@ class StalenessBoundedQueue:
         if group.failure is not None:
             self._ledger.drop(index)
             self.num_failed += 1
+            self._failed_in_a_row += 1
+            self._last_failure = group.failure
             self._store.discarded(group, Fate.FAILED, group.failure)
+            self._emit("fail", admission=index, reason=group.failure)
         else:
+            self._failed_in_a_row = 0
             self._ledger.ready(index, group.oldest_version)
             self._groups[index] = group
             self._store.filled(group)
@@ -83,9 +92,15 @@ class StalenessBoundedQueue:
     async def take(self, count: int) -> Sequence[Group]:
         try:
             async with asyncio.timeout(self._stall_timeout_s):
-                await self._until(lambda: self._ledger.batch(count) is not None or self._nothing_follows)
+                await self._until(
+                    lambda: self._ledger.batch(count) is not None or self._nothing_follows or self._is_hopeless
+                )
         except TimeoutError:
             raise StandstillError(self._who_waits(count)) from None
+        if self._is_hopeless:
+            raise RolloutsError(
+                f"{self._failed_in_a_row} groups in a row failed, the last because: {self._last_failure}"
+            )
         indices = self._ledger.batch(count)
         if indices is None:
             indices = sorted(self._groups)
@@ -125,6 +140,10 @@ class StalenessBoundedQueue:
         return self._num_groups is None or self._ledger.next_index - given_up < self._num_groups
 
     @property
+    def _is_hopeless(self) -> bool:
+        return self._failed_in_a_row >= HOPELESS * self._ledger.num_slots
+
+    @property
     def _nothing_follows(self) -> bool:
         return self._data_ended and self._ledger.count(State.RUNNING) == 0
 
@@ -142,4 +161,5 @@ class StalenessBoundedQueue:
             f"the learner has waited {self._stall_timeout_s:g} s (queue.stall_timeout_s) for a batch of {count} "
             f"groups: {count_of(State.READY)} are ready, {len(running)} are still running{named}, "
             f"{count_of(State.CONSUMED)} of {self._ledger.num_slots} slots wait for a publication"
+            + (f"; {self.num_failed} have failed, the last because: {self._last_failure}" if self.num_failed else "")
         )

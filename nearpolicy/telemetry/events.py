@@ -31,7 +31,7 @@ EVENT_KINDS: Mapping[str, tuple[str, str, str]] = {
     "decode": ("generator", "steps, batch_sum, batch_max, context_sum, ms, sampled", "* a bunch of decode steps"),
     "swap": ("generator", "", "* the generator moved to other weights"),
     "finish": ("generator", "tokens, reason", "a sequence ended"),
-    "verify": ("verifier", "queue_s, scored, abstained, failed", "* one rollout judged; its wait, and its sources by outcome"),
+    "verify": ("verifier", "queue_s, scored, abstained, failed", "* one rollout judged; its wait; sources by outcome"),
     "ready": ("queue", "", "a group is complete"),
     "fail": ("queue", "reason", "a group was given up"),
     "take": ("queue", "groups", "a step took its groups"),

@@ -26,6 +26,7 @@ METRICS: Mapping[str, str] = {
     "reward/unscored": "rollouts of the batch that have no reward",
     "task/<task>/reward": "mean reward of the rollouts of one task",
     "batch/groups": "groups the step consumed",
+    "batch/failed_groups": "groups that were given up as failed since the step before",
     "batch/tokens": "sampled tokens of the groups the step consumed",
     "completion/length_mean": "sampled tokens per rollout",
     "completion/length_max": "sampled tokens of the longest rollout",

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from nearpolicy.errors import StalenessError, StandstillError
+from nearpolicy.errors import RolloutsError, StalenessError, StandstillError, UserError
 from nearpolicy.records import Admission, Fate, Finish, Group, Prompt, Rollout, Segment
 from nearpolicy.rollout_queue.config import QueueConfig
 from nearpolicy.rollout_queue.ledger import Ledger
@@ -192,6 +192,10 @@ def test_a_stalled_learner_stops_the_run_and_says_who_waits_for_whom():
         slots = [await queue.reserve() for _ in range(5)]
         for slot in slots[1:3]:
             queue.fill(slot, group_of(slot.admission))
+        with pytest.raises(StandstillError, match=r"wait for a publication$"):
+            await queue.take(3)
+        again = await queue.reserve()
+        queue.fill(again, failed(again.admission, "sandbox died"))
         with pytest.raises(StandstillError) as stall:
             await queue.take(3)
         message = str(stall.value)
@@ -199,9 +203,45 @@ def test_a_stalled_learner_stops_the_run_and_says_who_waits_for_whom():
             "the learner has waited 0.02 s (queue.stall_timeout_s) for a batch of 3 groups",
             "2 are ready",
             "3 are still running (admissions 0, 3, 4)",
-            "0 of 6 slots wait for a publication",
+            "0 of 6 slots wait for a publication; 1 have failed, the last because: sandbox died",
         ):
             assert part in message
+
+    asyncio.run(scenario())
+
+
+def test_a_run_in_which_every_group_fails_ends_soon_and_says_why():
+    told = []
+
+    async def scenario() -> None:
+        queue = a_queue(per_step=1, bound=1, on_event=lambda kind, **numbers: told.append((kind, numbers)))
+        taking = asyncio.create_task(queue.take(1))
+        for _ in range(6):
+            await settle()
+            assert not taking.done()
+            slot = await queue.reserve()
+            queue.fill(slot, failed(slot.admission, f"no key {slot.admission.index}"))
+        with pytest.raises(RolloutsError, match=r"^6 groups in a row failed, the last because: no key 5$") as raised:
+            await taking
+        assert isinstance(raised.value, UserError)
+
+    asyncio.run(scenario())
+    assert told[-1] == ("fail", {"admission": 5, "reason": "no key 5"})
+
+
+def test_failures_with_a_group_between_them_do_not_end_the_run():
+    async def scenario() -> None:
+        queue = a_queue(per_step=1, bound=0)
+        for step in range(4):
+            for _ in range(2):
+                slot = await queue.reserve()
+                queue.fill(slot, failed(slot.admission, "sandbox died"))
+            slot = await queue.reserve()
+            queue.fill(slot, group_of(slot.admission, versions=(step,)))
+            await queue.take(1)
+            queue.complete(step)
+            queue.retire(step + 1)
+        assert queue.num_failed == 8
 
     asyncio.run(scenario())
 
