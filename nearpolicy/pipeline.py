@@ -70,7 +70,7 @@ class Pipeline:
             batch = Batch(step=step, places=self.prompts_per_step, groups=tuple(groups), rows=self.assemble(groups))
             report = await self.learner.step(batch)
             self.queue.complete(step)
-            self.store.consumed(batch, report, token_fates(batch))
+            self.store.consumed(batch, report, token_fates(batch, report))
             unpublished = report.version
             if report.version % self.weight_sync_steps == 0 or step + 1 == self.num_steps:
                 await self._publish(report.version)

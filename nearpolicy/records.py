@@ -57,7 +57,8 @@ class Fate(enum.Enum):
     IN_FLIGHT = "in_flight"
     TRAINED = "trained"
     MASKED = "masked"
-    """In a trained group, but excluded by a rule (truncated completion, unscored sample)."""
+    """In a consumed group, but not trained: excluded by a rule (truncated completion, unscored sample), or every update
+    with it was skipped because its gradient was not finite."""
     ZERO_ADVANTAGE = "zero_advantage"
     FILTERED = "filtered"
     FAILED = "failed"
@@ -276,6 +277,8 @@ class StepReport:
     updates: int
     """Optimizer steps taken since the start of the run."""
     metrics: Mapping[str, float]
+    untrained: frozenset[int] = frozenset()
+    """Groups of which no update was applied, because no gradient was finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,7 +98,9 @@ class PolicyLearner:
         stats, begin = TokenStats(), time.perf_counter()
         proximal = self._timed("annotate", self.annotate, batch.rows) if self.config.updates_per_step > 1 else None
         rate = self.learning_rate
-        norms, skipped = [], 0
+        norms: list[float] = []
+        groups: dict[bool, set[int]] = {True: set(), False: set()}
+        """By whether an update with them was applied."""
         for _ in range(self.config.num_iterations):
             for part in _minibatches(batch, self.config.minibatches):
                 data = (part, self.objective, batch.rows, proximal, stats)
@@ -106,12 +108,13 @@ class PolicyLearner:
                     continue
                 norm = self._timed("optim", self.optim_step, rate)
                 norms.append(norm)
-                skipped += not np.isfinite(norm)
+                groups[bool(np.isfinite(norm))].update(batch.rows[i].group for i in part)
         self.version += 1
         metrics = self._metrics(batch, stats, norms, rate)
-        metrics["policy/skipped_updates"] = float(skipped)
+        metrics["policy/skipped_updates"] = float(np.sum(~np.isfinite(norms)))
         metrics["time/learn_s"] = time.perf_counter() - begin
-        return StepReport(version=self.version, updates=self.updates, metrics=metrics)
+        untrained = frozenset(groups[False] - groups[True])
+        return StepReport(version=self.version, updates=self.updates, metrics=metrics, untrained=untrained)
 
     @property
     def learning_rate(self) -> float:

@@ -6,20 +6,21 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from nearpolicy.records import Batch, Fate
+from nearpolicy.records import Batch, Fate, StepReport
 
 
-def token_fates(batch: Batch) -> dict[tuple[int, int], dict[Fate, int]]:
+def token_fates(batch: Batch, report: StepReport) -> dict[tuple[int, int], dict[Fate, int]]:
     """(admission index, sample) -> fate -> sampled tokens, for every rollout of the batch; the sums are exact (I2)."""
     fates: dict[tuple[int, int], dict[Fate, int]] = {}
     for row in batch.rows:
         counts = fates.setdefault((row.group, row.sample), {})
         trained = int(row.trained.sum())
         useful = int((row.trained & (row.advantages != 0)).sum())
+        skipped = useful if row.group in report.untrained else 0
         for fate, count in (
-            (Fate.TRAINED, useful),
+            (Fate.TRAINED, useful - skipped),
             (Fate.ZERO_ADVANTAGE, trained - useful),
-            (Fate.MASKED, row.segment.num_sampled - trained),
+            (Fate.MASKED, row.segment.num_sampled - trained + skipped),
         ):
             if count:
                 counts[fate] = counts.get(fate, 0) + count

@@ -312,10 +312,27 @@ def test_a_gradient_that_is_not_finite_is_counted_and_not_applied(bad):
     assert torch.equal(weights(own.policy), before)
     assert (report.metrics["policy/skipped_updates"], report.updates, report.version) == (1.0, 0, 1)
     assert not math.isfinite(report.metrics["policy/grad_norm"])
+    assert report.untrained == {0, 1, 2}
     poison = False
-    assert own.step(batch_of(rows, step=1)).metrics["policy/skipped_updates"] == 0.0
+    clean_report = own.step(batch_of(rows, step=1))
+    assert (clean_report.metrics["policy/skipped_updates"], clean_report.untrained) == (0.0, frozenset())
     clean.step(batch_of(rows))
     assert torch.equal(weights(own.policy), weights(clean.policy))  # nothing of it stays in the moments
+
+
+def test_a_group_is_untrained_only_if_each_of_its_updates_was_skipped():
+    # Updates: groups 0 and 1, groups 2 and 3, and both once more.
+    factors = iter([math.nan, math.nan, math.nan, 1.0])
+
+    class PoisonedAtTimes(Objective):
+        def token_losses(self, *arguments):
+            losses, named = super().token_losses(*arguments)
+            return losses * next(factors), named
+
+    own = learner(objective=PoisonedAtTimes(ObjectiveConfig(), 12), num_iterations=2, minibatches=2)
+    report = own.step(batch_of(random_rows(13, groups=4)))
+    assert (report.metrics["policy/skipped_updates"], report.updates) == (3.0, 1)
+    assert report.untrained == {0, 1}
 
 
 def test_engine_and_learner_score_a_token_under_the_same_temperature():

@@ -15,8 +15,10 @@ from nearpolicy.objectives.advantages import grpo
 from nearpolicy.objectives.config import ObjectiveConfig
 from nearpolicy.objectives.diagnostics import mismatch
 from nearpolicy.objectives.objective import Objective, assign_advantages
-from nearpolicy.records import Admission, Batch, Fate, Finish, Group, Prompt, Rollout, Segment
+from nearpolicy.records import Admission, Batch, Fate, Finish, Group, Prompt, Rollout, Segment, StepReport
 from nearpolicy.telemetry.batch import batch_metrics, token_fates
+
+REPORT = StepReport(version=1, updates=1, metrics={})
 
 
 def group_of(index: int, rewards, *, lengths=None, finishes=None) -> Group:
@@ -75,7 +77,7 @@ def test_groups_without_spread_are_counted_as_such():
     batch = Batch(step=0, places=2, groups=groups, rows=assign_advantages(groups, ObjectiveConfig()))
     assert all(not row.advantages.any() for row in batch.rows)
     assert batch_metrics(batch)["reward/zero_variance_share"] == 1.0
-    assert all(of == {Fate.ZERO_ADVANTAGE: 2} for of in token_fates(batch).values())
+    assert all(of == {Fate.ZERO_ADVANTAGE: 2} for of in token_fates(batch, REPORT).values())
 
 
 def test_a_completion_is_compared_with_completions_of_its_own_prompt_only():
@@ -100,7 +102,7 @@ def test_masked_truncated_completions_leave_sum_and_divisor_but_not_their_groups
     shares = Objective(config, 10).shares(trained)
     assert sum(n * share * 0.5 for n, share in zip(trained, shares, strict=True)) == 0.5
     batch = Batch(step=0, places=1, groups=(group,), rows=rows)
-    assert token_fates(batch)[(0, 2)] == {Fate.MASKED: 8}
+    assert token_fates(batch, REPORT)[(0, 2)] == {Fate.MASKED: 8}
     assert batch.num_tokens == 8
 
 
@@ -123,7 +125,20 @@ def test_observations_between_sampled_tokens_have_no_advantage_and_no_fate():
     )
     rows = assign_advantages([group], ObjectiveConfig(scale_rewards="none"))
     assert rows[0].advantages.tolist() == [0.5, 0.0, 0.5]
-    assert token_fates(Batch(step=0, places=1, groups=(group,), rows=rows))[(0, 0)] == {Fate.TRAINED: 2}
+    assert token_fates(Batch(step=0, places=1, groups=(group,), rows=rows), REPORT)[(0, 0)] == {Fate.TRAINED: 2}
+
+
+def test_tokens_whose_update_was_skipped_are_not_told_as_trained():
+    groups = (group_of(0, [1.0, 0.0, 0.5]), group_of(1, [1.0, 0.0]))
+    batch = Batch(step=0, places=2, groups=groups, rows=assign_advantages(groups, ObjectiveConfig()))
+    report = StepReport(version=1, updates=1, metrics={}, untrained=frozenset({0}))
+    assert token_fates(batch, report) == {
+        (0, 0): {Fate.MASKED: 2},
+        (0, 1): {Fate.MASKED: 2},
+        (0, 2): {Fate.ZERO_ADVANTAGE: 2},
+        (1, 0): {Fate.TRAINED: 2},
+        (1, 1): {Fate.TRAINED: 2},
+    }
 
 
 REWARDS = st.lists(st.none() | st.floats(-100, 100).map(lambda x: round(x, 3)), min_size=1, max_size=8)
