@@ -517,7 +517,7 @@ def test_an_environment_that_raises_costs_its_group_only_and_is_asked_again_unde
     async def scenario() -> World:
         clock = Clock(0)
         world = Keeping(clock, bound=0, per_step=3, steps=2)
-        environment = Bounded(UserEnvironment(), timeout_s=0.05, retries=1)
+        environment = Bounded(UserEnvironment(), timeout_s=0.05, retries=1, grace_s=0)
         run = asyncio.create_task(world.build(environment=environment).run())
         async with asyncio.timeout(20):
             while not run.done():  # the time limits of two attempts are real; everything else is woken at once

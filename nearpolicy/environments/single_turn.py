@@ -33,8 +33,8 @@ class SingleTurn:
         n: int,
         timeout_s: float | None = None,
     ) -> None:
-        """``timeout_s``: after this long the request is aborted and judging stops; the group is then failed, and holds
-        what was sampled, so that every token has a fate."""
+        """``timeout_s``: ``queue.rollout_timeout_s``. After this long the request is aborted and judging stops; the
+        group is then failed, and holds what was sampled, so that every token has a fate."""
         self._timeout_s = timeout_s
         self._generator = generator
         self._verifier = verifier
@@ -89,7 +89,7 @@ class SingleTurn:
         if (samples := [rollout.sample for rollout, _, _ in tasks]) != list(range(self._n)):
             raise EngineError(f"the generator answered request {request.id!r} of {self._n} samples with {samples}")
         group = self._group(admission, [(r, c, {} if task.cancelled() else task.result()) for r, c, task in tasks])
-        return replace(group, failure=f"no group within {self._timeout_s:g} s: {late[0]}") if late else group
+        return replace(group, failure=": ".join([_out_of_time(self._timeout_s), *late])) if late else group
 
     def _missing(self, tasks: Sequence[_Judging]) -> str:
         """What a group that ran out of time was waiting for."""
@@ -125,10 +125,16 @@ class SingleTurn:
         return f"fewer than two of {len(judged)} rollouts were scored" + (f" ({reasons[0]})" if reasons else "")
 
 
+GRACE_S = 10.0
+"""What an environment that keeps the limit itself gets beyond it, to hand over what was sampled: an abort waits for the
+forward pass that the engine is in."""
+
+
 class Bounded:
     """Any environment with a limit on time and attempts; nothing but a broken invariant gets out of it.
 
     A retry keeps the admission index and so repeats the random numbers. What fails to the end is a failed group.
+    An environment that is still busy ``grace_s`` after the limit is cut off; what it has sampled is then not recorded.
     """
 
     def __init__(
@@ -138,10 +144,13 @@ class Bounded:
         timeout_s: float,
         retries: int,
         on_retry: Callable[[Group], None] | None = None,
+        grace_s: float = GRACE_S,
     ) -> None:
-        """``on_retry`` is told of each failed attempt that another one follows: its tokens have a fate too."""
+        """``timeout_s``: ``queue.rollout_timeout_s``. ``on_retry`` is told of each failed attempt that another one
+        follows: its tokens have a fate too."""
         self._environment = environment
         self._timeout_s = timeout_s
+        self._grace_s = grace_s
         self._retries = retries
         self._on_retry = on_retry or (lambda group: None)
 
@@ -156,7 +165,7 @@ class Bounded:
 
     async def _attempt(self, admission: Admission) -> Group:
         try:
-            async with asyncio.timeout(self._timeout_s) as limit:
+            async with asyncio.timeout(self._timeout_s + self._grace_s) as limit:
                 return await self._environment.run(admission)
         except Exception as error:
             cause = _innermost(error)
@@ -164,10 +173,14 @@ class Bounded:
                 raise cause from error
             if limit.expired():
                 notes = getattr(error.__cause__, "__notes__", [])
-                reason = ": ".join([f"no group within {self._timeout_s:g} s (queue.rollout_timeout_s)", *notes])
+                reason = ": ".join([_out_of_time(self._timeout_s), *notes])
             else:
                 reason = f"the environment raised {type(cause).__name__}: {cause}"
         return Group(admission=admission, failure=reason)
+
+
+def _out_of_time(limit_s: float) -> str:
+    return f"no group within {limit_s:g} s (queue.rollout_timeout_s)"
 
 
 def _innermost(error: BaseException) -> BaseException:

@@ -147,7 +147,7 @@ class Session:
             reward_of=lambda verdicts, task: weighted_reward(verdicts, weights[task]),
             sampling=self.language.sampling,
             n=config.sampling.num_generations,
-            timeout_s=0.9 * limits.rollout_timeout_s,  # in time to give its tokens a fate before `Bounded` cuts it off
+            timeout_s=limits.rollout_timeout_s,
         )
         bounded = Bounded(
             environment,

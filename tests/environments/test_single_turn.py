@@ -234,7 +234,7 @@ def test_a_dead_engine_ends_the_run_instead_of_failing_every_group():
 
 def test_a_rollout_that_never_ends_is_named_and_its_group_retried():
     generator = Generator(order=(0, 1, 2, 3, 4, 6, 7, 5), never={5})
-    environment = Bounded(single_turn(generator, Verifier(order=()), n=8), timeout_s=0.05, retries=1)
+    environment = Bounded(single_turn(generator, Verifier(order=()), n=8), timeout_s=0.05, retries=1, grace_s=0)
     group = run(environment)
     assert group.failure == ("no group within 0.05 s (queue.rollout_timeout_s): samples [5] of 8 were not generated")
     assert len(generator.requests) == 2
@@ -246,15 +246,25 @@ def test_a_request_out_of_time_is_aborted_and_its_tokens_stay_for_the_ledger():
     group = run(single_turn(generator, Verifier(order=(0, 1, 3), silent=(1,)), timeout_s=0.05))
     assert generator.aborted.is_set() and generator.left_early == 0
     assert group.failure == (
-        "no group within 0.05 s: samples [2, 3] of 4 were not generated and samples [1] of 4 were not judged"
+        "no group within 0.05 s (queue.rollout_timeout_s): "
+        "samples [2, 3] of 4 were not generated and samples [1] of 4 were not judged"
     )
     assert [rollout.finish for rollout in group.rollouts] == [Finish.STOP, Finish.STOP, Finish.ABORTED, Finish.STOP]
     assert group.num_sampled == 8
     assert group.rewards[1] is None and group.rewards[2] is None
 
 
+def test_an_environment_that_keeps_the_same_limit_itself_has_time_to_hand_over_what_was_sampled():
+    generator = Generator(never=(2,))
+    inner = single_turn(generator, Verifier(order=(0, 1, 3)), timeout_s=0.05)
+    group = run(Bounded(inner, timeout_s=0.05, retries=0))
+    assert "samples [2, 3] of 4 were not generated" in group.failure
+    assert (group.num_sampled, generator.left_early) == (8, 0)
+
+
 def test_a_verifier_that_never_answers_is_named():
-    environment = Bounded(single_turn(Generator(), Verifier(order=(), silent={2})), timeout_s=0.05, retries=0)
+    silent = single_turn(Generator(), Verifier(order=(), silent={2}))
+    environment = Bounded(silent, timeout_s=0.05, retries=0, grace_s=0)
     assert run(environment).failure == (
         "no group within 0.05 s (queue.rollout_timeout_s): samples [2] of 4 were not judged"
     )
