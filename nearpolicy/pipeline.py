@@ -44,13 +44,15 @@ class Pipeline:
     async def run(self) -> None:
         """Generate and verify in the background, learn and sync in front; ends with the last step.
 
-        A crash in any task ends the run with its traceback: the task group cancels the others.
+        A crash in any task ends the run with its traceback: the task group cancels the others. Groups that were ready
+        are then left as they are, in flight; a run that comes to its end, also early, gives each of them a fate.
         """
         async with asyncio.TaskGroup() as tasks:
             producers = [tasks.create_task(self._produce()) for _ in range(self.num_slots)]
             await asyncio.wait([tasks.create_task(self._learn())])  # as a task, so that the first error stands first
             for producer in producers:
                 producer.cancel()
+        self.queue.close()
 
     async def _produce(self) -> None:
         while (slot := await self.queue.reserve()) is not None:  # waits while generation is far enough ahead

@@ -207,6 +207,10 @@ class RolloutQueue(Protocol):
         """Groups beyond the bound are given up: they end as expired and free their slots."""
         ...
 
+    def close(self) -> None:
+        """The run is over: groups that wait for a step end as aborted."""
+        ...
+
     def retire(self, version: int) -> None:
         """Weights that contain ``version`` steps are published: the slots of those steps are free."""
         ...

@@ -86,6 +86,7 @@ class World:
         self.generator_version = self.learner_version = self.published_version = 0
         self.running = self.most_held = 0
         self.endings: Counter[int] = Counter()
+        self.endings_told: list[tuple[int, Fate]] = []
         self.admitted_indices: list[int] = []
         self.filled_count = self.failed_count = self.consumed_count = self.unpublished_groups = 0
         self.batches: list[list[int]] = []
@@ -180,9 +181,11 @@ class World:
         self.endings[group.index] += 1
 
     def discarded(self, group: Group, fate: Fate, reason: str) -> None:
-        assert (fate, reason) == (Fate.FAILED, "verifier crashed")
-        self.failed_count += 1
-        self.endings[group.index] += 1
+        self.endings_told.append((group.index, fate))
+        if fate is not Fate.ABORTED:  # of a group that was filled and counted
+            assert (fate, reason) == (Fate.FAILED, "verifier crashed")
+            self.failed_count += 1
+            self.endings[group.index] += 1
 
     def consumed(self, batch: Batch, report: StepReport, fates) -> None:
         assert sum(n for of_rollout in fates.values() for n in of_rollout.values()) == batch.num_tokens
@@ -365,6 +368,10 @@ def test_weights_are_published_at_the_end_also_when_the_run_ends_between_publica
     assert world.learner_version == 5
     assert world.published_versions == [4, 5]
     assert world.generator_version == 5
+    aborted = {index for index, fate in world.endings_told if fate is Fate.ABORTED}
+    assert aborted == set(world.endings) - {index for batch in world.batches for index in batch}
+    assert bool(aborted) == (ending == "somebody stops the run")
+    assert world.queue.num_waiting == 0
 
 
 def test_a_run_that_goes_on_starts_at_the_step_it_is_told():

@@ -118,8 +118,8 @@ class Ledger:
             if self.completed_steps - self._held[index].version > self.max_staleness
         ]
 
-    def expire(self, index: int) -> None:
-        """A ready group is given up; its slot is free."""
+    def give_up(self, index: int) -> None:
+        """A ready group is not wanted any more; its slot is free."""
         self._expect(index, State.READY)
         del self._held[index]
 

@@ -5,6 +5,7 @@ fill(slot, group)     never waits                        wakes take
 take(n) -> groups     waits for a batch                  woken by fill; an error if nothing but failures comes
 complete, retire      never wait                         wake reserve
 expire                never waits                        wakes reserve
+close                 never waits                        the end: nothing is waited for after it
 """
 
 from __future__ import annotations
@@ -118,12 +119,19 @@ class StalenessBoundedQueue:
         """Give up groups beyond the bound: counted, never consumed, replaced by later prompts."""
         for index in self._ledger.overdue():
             group = self._groups.pop(index)
-            self._ledger.expire(index)
+            self._ledger.give_up(index)
             self.num_expired += 1
             done, bound = self._ledger.completed_steps, self._ledger.max_staleness
             reason = f"version {group.oldest_version} with {done} steps completed, queue.max_staleness is {bound}"
             self._store.discarded(group, Fate.EXPIRED, reason)
             self._changed.set()
+
+    def close(self) -> None:
+        """The run ends: ready groups that no step has used are aborted. Those still running have no group yet, and no
+        token in the store; they stay admissions without an ending."""
+        for index in sorted(self._groups):
+            self._ledger.give_up(index)
+            self._store.discarded(self._groups.pop(index), Fate.ABORTED, "the run ended before a step used it")
 
     def retire(self, version: int) -> None:
         self._ledger.retire(version)

@@ -349,6 +349,21 @@ def test_groups_beyond_the_bound_are_expired_and_counted_and_those_at_the_bound_
     asyncio.run(scenario())
 
 
+def test_at_the_end_groups_that_no_step_used_are_aborted():
+    async def scenario() -> None:
+        book = Book()
+        queue = a_queue(per_step=1, bound=2, book=book)
+        slots = [await queue.reserve() for _ in range(3)]
+        for slot in slots[:2]:
+            queue.fill(slot, group_of(slot.admission))
+        await queue.take(1)
+        queue.close()
+        assert book.discarded_groups == [(1, Fate.ABORTED, "the run ended before a step used it")]
+        assert queue.num_waiting == 0
+
+    asyncio.run(scenario())
+
+
 def test_a_group_that_grows_too_old_while_it_waits_frees_its_slot_for_a_later_prompt():
     async def scenario() -> None:
         book = Book()
