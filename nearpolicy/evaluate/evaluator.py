@@ -15,7 +15,7 @@ import numpy as np
 from nearpolicy.errors import first_error
 from nearpolicy.evaluate.config import EvaluationConfig
 from nearpolicy.evaluate.metrics import HeldOutScore, held_out_scores
-from nearpolicy.records import Finish, Prompt, Rollout, Segment, Verdict
+from nearpolicy.records import Finish, Prompt, Rollout, Verdict
 from nearpolicy.roles import Completion, Generator, Request, Sampling, Verifier
 from nearpolicy.store.schema import EvaluatedSample, prompt_text
 
@@ -49,6 +49,7 @@ class Evaluator:
     ) -> None:
         """``sampling``: the run's; evaluation keeps its stops and replaces temperature, length and truncation."""
         self._generator = generator
+        self._numerics = generator.capabilities().numerics
         self._verifier = verifier
         self._tasks = tasks
         self._config = config
@@ -117,16 +118,7 @@ class Evaluator:
     async def _judge(
         self, task: HeldOut, prompt: Prompt, context: np.ndarray, completion: Completion
     ) -> tuple[Rollout, float | None]:
-        tokens = completion.token_ids
-        segment = Segment(
-            context_ids=context,
-            token_ids=tokens,
-            mask=np.ones(len(tokens), dtype=bool),
-            behavior_logprobs=completion.logprobs,
-            versions=completion.versions,
-            finish=completion.finish,
-        )
-        rollout = Rollout(sample=completion.sample, segments=(segment,), text=self._decode(tokens))
+        rollout = completion.rollout(context, self._decode(completion.token_ids), self._numerics)
         if completion.finish in (Finish.FAILED, Finish.ABORTED):
             return rollout, None
         verdicts = await self._verifier.score(prompt, rollout)

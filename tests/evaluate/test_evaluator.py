@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,9 @@ class Generator:
     def __init__(self, failing=()) -> None:
         self.requests = []
         self.failing = failing
+
+    def capabilities(self):
+        return SimpleNamespace(numerics="exact")
 
     async def submit(self, request):
         self.requests.append(request)
