@@ -52,7 +52,7 @@ class Outcome(enum.Enum):
 
 
 class Fate(enum.Enum):
-    """What became of a sampled token; the sum over all fates equals the tokens generated (I2)."""
+    """What became of a sampled token; the sum over all fates equals the tokens generated."""
 
     IN_FLIGHT = "in_flight"
     TRAINED = "trained"
@@ -81,7 +81,7 @@ class Prompt:
     columns: Mapping[str, Any] = field(default_factory=lambda: _EMPTY)
     """Everything else in the row, passed to rewards by name."""
     attachments: Mapping[str, Any] = field(default_factory=lambda: _EMPTY)
-    """Opaque objects for environments; they do not leave the process."""
+    """Opaque objects for environments, and the prompt `as_written` before chat; they do not leave the process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
     step(batch):  annotate -> for each pass and minibatch: forward_backward -> optim_step
 
 The loss of an update is a sum over its trained tokens of share x token loss, with shares known before the cut into
-micro-batches (I4). Gradients add up in place; nothing is divided afterwards.
+micro-batches. Gradients add up in place; nothing is divided afterwards.
 """
 
 from __future__ import annotations

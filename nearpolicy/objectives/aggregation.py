@@ -1,7 +1,7 @@
 """What share of the loss a token carries, decided for the whole update before anything is cut into micro-batches.
 
 The loss of an update is the sum over its trained tokens of share x token loss. Shares are numbers known in advance, so
-any cut, order or number of ranks gives the same sum (I4).
+any cut, order or number of ranks gives the same sum.
 """
 
 from __future__ import annotations

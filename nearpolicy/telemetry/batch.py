@@ -10,7 +10,7 @@ from nearpolicy.records import Batch, Fate, StepReport
 
 
 def token_fates(batch: Batch, report: StepReport) -> dict[tuple[int, int], dict[Fate, int]]:
-    """(admission index, sample) -> fate -> sampled tokens, for every rollout of the batch; the sums are exact (I2)."""
+    """(admission index, sample) -> fate -> sampled tokens, for every rollout of the batch; the sums are exact."""
     fates: dict[tuple[int, int], dict[Fate, int]] = {}
     for row in batch.rows:
         counts = fates.setdefault((row.group, row.sample), {})
