@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import subprocess
 import sys
@@ -10,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from nearpolicy.config import load_recipe
+from nearpolicy.records import Prompt
+from nearpolicy.tasks.mixture import load_task
+from nearpolicy.verifier.rewards import Sample, score
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -48,3 +52,29 @@ def test_the_trainer_example_raises_the_reward(tmp_path):
     with RunReader(tmp_path / "runs" / "letters-1") as run:
         rewards = [line["reward/mean"] for line in run.metrics() if "reward/mean" in line]
     assert rewards[0] < 0.1 and rewards[-1] > 0.4
+
+
+def shared_data() -> Path:
+    """The folder with public data sets that are not part of this project."""
+    folder = Path(os.environ.get("NEARPOLICY_DATA", ROOT.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no data at {folder}; set NEARPOLICY_DATA to a folder that holds gsm8k/train.jsonl.gz")
+    return folder
+
+
+def test_the_gsm8k_recipe_reads_the_real_file_and_its_reward_knows_the_gold_answers(monkeypatch):
+    monkeypatch.setenv("NEARPOLICY_DATA", str(shared_data()))
+    [task] = load_recipe(ROOT / "recipes" / "gsm8k.yaml").tasks
+    data = load_task(task, seed=0, renderer=None, max_prompt_length=None)
+    assert (data.rows, len(data.held_out), dict(data.skipped)) == (7473, 200, {})
+    correct, boxed = task.rewards
+    for prompt in data.training[:12]:
+        right = f"So the answer is \\boxed{{{prompt.columns['final']}}}."
+        for reward in (correct, boxed):
+            assert score(reward, sample(prompt, right)).value == 1.0
+        assert score(correct, sample(prompt, "\\boxed{123456.5}")).value == 0.0
+        assert score(boxed, sample(prompt, "The answer is 5.")).value == 0.0
+
+
+def sample(prompt: Prompt, text: str) -> Sample:
+    return Sample(text=text, columns=prompt.columns, completion_ids=[], task=prompt.task)
