@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from nearpolicy.settings import ConfigModel
+from nearpolicy.settings import ConfigModel, RegularExpression
 from nearpolicy.verifier.config import Rewards
 
 
@@ -65,17 +64,8 @@ class ExtractConfig(ConfigModel):
 
     column: str
     """The column it is cut from."""
-    pattern: str
+    pattern: RegularExpression
     """Regular expression; the last match counts, and of it the first group (or all of it, without groups)."""
-
-    @field_validator("pattern")
-    @classmethod
-    def _compiles(cls, pattern: str) -> str:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
-        return pattern
 
 
 def _usual_prompt_column(data: dict[str, Any]) -> str | None:
@@ -105,7 +95,7 @@ class TaskConfig(ConfigModel):
     prompt_column: str | None = Field(default_factory=_usual_prompt_column)
     """Column with the prompt: text, or a list of chat messages. Unless set: `question` for reasoning-gym, else
     `prompt`."""
-    match: str | None = None
+    match: RegularExpression | None = None
     """Regular expression that a question must contain; the other rows are left out and counted. It cuts a generator's
     range to the questions wanted."""
     chat: bool | None = None
@@ -129,15 +119,6 @@ class TaskConfig(ConfigModel):
     """What scores a completion; the reward is the weighted sum."""
     environment: Literal["single_turn"] = "single_turn"
     """How a prompt becomes a rollout. `single_turn`: one completion."""
-
-    @field_validator("match")
-    @classmethod
-    def _match_compiles(cls, match: str | None) -> str | None:
-        try:
-            re.compile(match or "")
-        except re.error as error:
-            raise ValueError(f"{match!r} is not a regular expression: {error}") from None
-        return match
 
     @model_validator(mode="after")
     def _prompt_is_made_in_one_way(self) -> Self:

@@ -7,13 +7,12 @@ first completion is sampled.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field
 
-from nearpolicy.settings import ConfigModel
+from nearpolicy.settings import ConfigModel, RegularExpression
 
 AS_WRITTEN = "as_written"
 """The attachment of a prompt whose row holds text that went into a chat message: that text."""
@@ -64,19 +63,10 @@ class RegexReward(_Reward):
 
     kind: Literal["regex"] = "regex"
     """Selects this reward."""
-    pattern: str
+    pattern: RegularExpression
     """Python regular expression; flags are written inside it, as in ``(?is)``."""
     match: Literal["search", "full"] = "search"
     """Whether the pattern may match anywhere, or must match the whole completion."""
-
-    @field_validator("pattern")
-    @classmethod
-    def _compiles(cls, pattern: str) -> str:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
-        return pattern
 
 
 class NumberReward(_AnswerReward):
