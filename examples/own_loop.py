@@ -33,8 +33,9 @@ async def main() -> list[float]:
     from nearpolicy.sync.publisher import Publisher
 
     language = build.Language.of(config)
-    engine = build.start_engine(config, language, lambda *_, **__: None, print)
-    learner = build.start_learner(config, language, engine, lambda *_, **__: None)
+    model = build.load_model(config, language, print)
+    engine = build.start_engine(config, language, model, lambda *_, **__: None, print)
+    learner = build.start_learner(config, language, model, engine, lambda *_, **__: None, print)
     verbs, rewards = learner.inner, []
     publisher = Publisher(learner, [engine.runner], timeout_s=60)
     environment = SingleTurn(

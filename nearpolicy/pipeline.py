@@ -21,6 +21,8 @@ Assemble = Callable[[Sequence[Group]], tuple[Row, ...]]
 """Groups of a step -> rows with reward-only advantages."""
 AfterStep = Callable[[StepReport], Awaitable[bool]]
 """Evaluation and checkpoints at their time; True ends the run after this step."""
+STOP_S = 30.0
+"""What running groups get at the end of a run to come back with what they have; their tokens are lost after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,15 +46,17 @@ class Pipeline:
     async def run(self) -> None:
         """Generate and verify in the background, learn and sync in front; ends with the last step.
 
-        A crash in any task ends the run with its traceback: the task group cancels the others. Groups that were ready
-        are then left as they are, in flight; a run that comes to its end, also early, gives each of them a fate.
+        A crash in any task ends the run with its traceback: the task group cancels the others, and what was running
+        or ready stays as it is, in flight. A run that comes to its end, also early, gives every token a fate.
         """
         async with asyncio.TaskGroup() as tasks:
             producers = [tasks.create_task(self._produce()) for _ in range(self.num_slots)]
             await asyncio.wait([tasks.create_task(self._learn())])  # as a task, so that the first error stands first
+            self.queue.close()
+            await self.environment.stop()  # what is running hands over what it has sampled
+            await asyncio.wait(producers, timeout=STOP_S)
             for producer in producers:
                 producer.cancel()
-        self.queue.close()
 
     async def _produce(self) -> None:
         while (slot := await self.queue.reserve()) is not None:  # waits while generation is far enough ahead

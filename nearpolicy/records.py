@@ -147,7 +147,7 @@ class Rollout:
     segments: tuple[Segment, ...]
     text: str
     """Decoded sampled tokens without the stop token or stop string. Never tokenised again."""
-    numerics: str = "exact"
+    numerics: str
     """Mode of the engine that made it: exact or fast."""
     lineage: int = 0
 

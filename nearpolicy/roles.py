@@ -155,8 +155,8 @@ class Generator(Protocol):
 class Verifier(Protocol):
     """Judges completions. Failures come back as verdicts, never as exceptions or numbers."""
 
-    async def score(self, prompt: Prompt, rollout: Rollout) -> Mapping[str, Verdict]:
-        """One verdict per reward source of the prompt's task."""
+    async def score(self, prompt: Prompt, rollout: Rollout, *, admission: int | None = None) -> Mapping[str, Verdict]:
+        """One verdict per reward source of the prompt's task. ``admission``: whose rollout it is, for the time line."""
         ...
 
 
@@ -165,6 +165,10 @@ class Environment(Protocol):
 
     async def run(self, admission: Admission) -> Group:
         """Failures are data: the group says so and this does not raise."""
+        ...
+
+    async def stop(self) -> None:
+        """The run is over: what is running returns soon, with what it has sampled."""
         ...
 
 
@@ -208,7 +212,7 @@ class RolloutQueue(Protocol):
         ...
 
     def close(self) -> None:
-        """The run is over: groups that wait for a step end as aborted."""
+        """The run is over: `reserve` gives None, and groups that wait for a step, or are filled later, are aborted."""
         ...
 
     def retire(self, version: int) -> None:

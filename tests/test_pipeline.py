@@ -85,6 +85,7 @@ class World:
         self.straggling, self.failing = straggling, failing
         self.generator_version = self.learner_version = self.published_version = 0
         self.running = self.most_held = 0
+        self.stopped = False
         self.endings: Counter[int] = Counter()
         self.endings_told: list[tuple[int, Fate]] = []
         self.admitted_indices: list[int] = []
@@ -140,6 +141,9 @@ class World:
             return Group(admission=admission, failure="verifier crashed")
         return group_of(admission, versions)
 
+    async def stop(self) -> None:
+        self.stopped = True
+
     # Learner.
 
     async def step(self, batch: Batch) -> StepReport:
@@ -182,7 +186,10 @@ class World:
 
     def discarded(self, group: Group, fate: Fate, reason: str) -> None:
         self.endings_told.append((group.index, fate))
-        if fate is not Fate.ABORTED:  # of a group that was filled and counted
+        if fate is Fate.ABORTED:
+            if group.index not in self.endings:  # it was still running when the run ended
+                self.endings[group.index] += 1
+        else:
             assert (fate, reason) == (Fate.FAILED, "verifier crashed")
             self.failed_count += 1
             self.endings[group.index] += 1
@@ -222,7 +229,7 @@ def group_of(admission: Admission, versions: Sequence[int]) -> Group:
     )
     return Group(
         admission=admission,
-        rollouts=(Rollout(sample=0, segments=(segment,), text=""),),
+        rollouts=(Rollout(sample=0, segments=(segment,), text="", numerics="exact"),),
         verdicts=({},),
         rewards=(1.0,),
     )
@@ -370,6 +377,7 @@ def test_weights_are_published_at_the_end_also_when_the_run_ends_between_publica
     assert world.generator_version == 5
     aborted = {index for index, fate in world.endings_told if fate is Fate.ABORTED}
     assert aborted == set(world.endings) - {index for batch in world.batches for index in batch}
+    assert world.stopped and world.endings == Counter(world.admitted_indices)  # those still running have an ending too
     assert bool(aborted) == (ending == "somebody stops the run")
     assert world.queue.num_waiting == 0
 
@@ -514,6 +522,8 @@ def test_an_environment_that_raises_costs_its_group_only_and_is_asked_again_unde
             if admission.index == 3 and admission.attempt < 2:
                 await asyncio.Event().wait()
             return group_of(admission, [admission.version])
+
+        async def stop(self) -> None: ...
 
     class Keeping(World):
         def discarded(self, group: Group, fate: Fate, reason: str) -> None:

@@ -50,6 +50,8 @@ class SingleTurn:
                 "tokenised again may give others. Use a generator that returns ids, or only evaluate with this one"
             )
         self._numerics = found.numerics
+        self._cut_off: dict[str, Callable[[str], None]] = {}
+        """By request that is running: how to end it early, given the reason."""
 
     async def run(self, admission: Admission) -> Group:
         context = self._render(admission.prompt)
@@ -62,34 +64,43 @@ class SingleTurn:
             admission=admission.index,
         )
         tasks: list[_Judging] = []
-        late: list[str] = []
+        early: list[str] = []
 
-        def cut_off() -> None:
-            late.append(self._missing(tasks))
+        def cut_off(reason: str) -> None:
+            early.append(": ".join([reason, *filter(None, [self._missing(tasks)])]))
             judging.create_task(self._generator.abort([request.id]))  # what is left comes back as aborted
             for _, _, task in tasks:
                 task.cancel()
 
-        timer = asyncio.get_running_loop().call_later(self._timeout_s, cut_off) if self._timeout_s else None
+        timer = None
+        if self._timeout_s:
+            reason = _out_of_time(self._timeout_s)
+            timer = asyncio.get_running_loop().call_later(self._timeout_s, cut_off, reason)
         try:
             async with asyncio.TaskGroup() as judging:
+                self._cut_off[request.id] = cut_off
                 async for completion in self._generator.submit(request):
                     rollout = completion.rollout(context, self._decode(completion.token_ids), self._numerics)
-                    task = judging.create_task(self._judge(admission.prompt, rollout))
+                    task = judging.create_task(self._judge(admission, rollout))
                     tasks.append((rollout, completion, task))
-                    if late:
+                    if early:
                         task.cancel()
         except asyncio.CancelledError as stopped:
             stopped.add_note(self._missing(tasks))  # shown if a time limit is the cause
             raise
         finally:
+            self._cut_off.pop(request.id, None)
             if timer is not None:
                 timer.cancel()
         tasks.sort(key=lambda task: task[0].sample)
         if (samples := [rollout.sample for rollout, _, _ in tasks]) != list(range(self._n)):
             raise EngineError(f"the generator answered request {request.id!r} of {self._n} samples with {samples}")
         group = self._group(admission, [(r, c, {} if task.cancelled() else task.result()) for r, c, task in tasks])
-        return replace(group, failure=": ".join([_out_of_time(self._timeout_s), *late])) if late else group
+        return replace(group, failure=early[0]) if early else group
+
+    async def stop(self) -> None:
+        for cut_off in list(self._cut_off.values()):
+            cut_off("the run ended")
 
     def _missing(self, tasks: Sequence[_Judging]) -> str:
         """What a group that ran out of time was waiting for."""
@@ -100,10 +111,10 @@ class SingleTurn:
         }
         return " and ".join(f"samples {which} of {self._n} were not {what}" for what, which in waiting.items() if which)
 
-    async def _judge(self, prompt: Prompt, rollout: Rollout) -> Mapping[str, Verdict]:
+    async def _judge(self, admission: Admission, rollout: Rollout) -> Mapping[str, Verdict]:
         if rollout.finish in (Finish.FAILED, Finish.ABORTED) or not rollout.num_sampled:
             return {}  # there is nothing a verifier could speak about
-        return await self._verifier.score(prompt, rollout)
+        return await self._verifier.score(admission.prompt, rollout, admission=admission.index)
 
     def _group(self, admission: Admission, judged: list[tuple[Rollout, Completion, Mapping[str, Verdict]]]) -> Group:
         task = admission.prompt.task
@@ -153,15 +164,20 @@ class Bounded:
         self._grace_s = grace_s
         self._retries = retries
         self._on_retry = on_retry or (lambda group: None)
+        self._stopped = False
 
     async def run(self, admission: Admission) -> Group:
         group = await self._attempt(admission)
         for _ in range(self._retries):
-            if group.failure is None:
+            if group.failure is None or self._stopped:
                 break
             self._on_retry(group)
             group = await self._attempt(replace(group.admission, attempt=group.admission.attempt + 1))
         return group
+
+    async def stop(self) -> None:
+        self._stopped = True
+        await self._environment.stop()
 
     async def _attempt(self, admission: Admission) -> Group:
         try:

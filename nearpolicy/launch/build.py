@@ -1,7 +1,8 @@
 """From a recipe to roles: each function builds one thing and knows nothing of the life of a run.
 
 Language      model folder, renderer, data, sampling          (tokenizer, no weights)
-start_engine  policy, probe, pages, engine thread
+load_model    the engine's policy, its fitness and the machine's numerics probed
+start_engine  pages, engine thread
 start_learner policy, objective, optimizer, learner thread
 """
 
@@ -78,24 +79,39 @@ class Language:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineParts:
-    """The engine on its thread, and what was found out on the way."""
+class FitModel:
+    """The engine's policy, and how exactly the learner can agree with it on this machine."""
 
-    engine: Engine
-    runner: EngineRunner
+    policy: PolicyModel
     mode: str
     """exact or fast."""
     numerics: Numerics
+
+
+def load_model(config: RunConfig, language: Language, say: Callable[[str], None]) -> FitModel:
+    """Load the engine's policy, probe it and the machine; a model that cannot be trained here is refused."""
+    torch.set_num_threads(num_cores())
+    policy = load_policy(language.folder, getattr(torch, config.model.dtype), pick_device())
+    mode, numerics = choose_numerics(config, policy, say)
+    return FitModel(policy=policy, mode=mode, numerics=numerics)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """The engine on its thread."""
+
+    engine: Engine
+    runner: EngineRunner
     threads: int
     """Beside the learner; `all_threads` when nothing else runs."""
     all_threads: int
 
 
-def start_engine(config: RunConfig, language: Language, on_event: OnEvent, say: Callable[[str], None]) -> EngineParts:
-    """Load the engine's model, probe the machine, size the pages, start the thread."""
-    torch.set_num_threads(num_cores())
-    policy = load_policy(language.folder, getattr(torch, config.model.dtype), pick_device())
-    mode, numerics = choose_numerics(config, policy, say)
+def start_engine(
+    config: RunConfig, language: Language, model: FitModel, on_event: OnEvent, say: Callable[[str], None]
+) -> EngineParts:
+    """Size the pages, start the thread."""
+    policy, numerics = model.policy, model.numerics
     threads = _threads("generator", role_threads(config, num_cores())[0], config.generator.threads, numerics, say)
     limits = EngineLimits.sized(
         policy,
@@ -110,13 +126,11 @@ def start_engine(config: RunConfig, language: Language, on_event: OnEvent, say: 
         on_sync=config.generator.on_sync,
         sync_timeout_s=config.sync.timeout_s,
         threads=threads,
-        numerics=mode,
+        numerics=model.mode,
         on_event=on_event,
     )
     all_threads = min(num_cores(), numerics.max_threads)
-    return EngineParts(
-        engine=engine, runner=runner, mode=mode, numerics=numerics, threads=threads, all_threads=all_threads
-    )
+    return EngineParts(engine=engine, runner=runner, threads=threads, all_threads=all_threads)
 
 
 def choose_numerics(config: RunConfig, policy: PolicyModel, say: Callable[[str], None]) -> tuple[str, Numerics]:
@@ -138,15 +152,16 @@ def choose_numerics(config: RunConfig, policy: PolicyModel, say: Callable[[str],
 def start_learner(
     config: RunConfig,
     language: Language,
+    model: FitModel,
     engine: EngineParts,
     on_event: OnEvent,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None],
 ) -> LearnerInThread:
     """Load the learner's own copy of the model, and start its thread.
 
     Unless `learner.threads` says otherwise, it takes the engine's core too while the engine has nothing to do.
     """
-    numerics, runner = engine.numerics, engine.runner
+    numerics, runner = model.numerics, engine.runner
     threads = usual = _threads("learner", role_threads(config, num_cores())[1], config.learner.threads, numerics, say)
     threads_now = None
     if config.learner.threads is None and usual < engine.all_threads:

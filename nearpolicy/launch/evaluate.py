@@ -53,7 +53,8 @@ async def evaluate(config: RunConfig, folder: Path | None) -> list[EvaluatedSamp
         from nearpolicy.launch import build
 
         language = build.Language.of(config, folder=folder)
-        parts = build.start_engine(config, language, _silent, print)
+        model = build.load_model(config, language, print)
+        parts = build.start_engine(config, language, model, _silent, print)
         try:
             await parts.runner.set_threads(parts.all_threads)
             evaluator = build.make_evaluator(config, language, parts.runner, verifier)

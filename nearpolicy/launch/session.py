@@ -1,9 +1,9 @@
 """The life of one training run: start the roles, evaluate, train, evaluate, save, sum up.
 
-    verifier workers -> language (data) -> folder, store -> engine, learner -> version 0 -> Pipeline -> summary.json
+    verifier workers -> language (data) -> model -> folder, store -> engine, learner -> version 0 -> Pipeline -> summary
 
-What a person can get wrong in data and rewards is refused before a run folder is made or taken. Verifier workers start
-before torch is imported.
+What a person can get wrong in rewards, data and model is refused before a run folder is made or taken, data before
+weights are loaded. Verifier workers start before torch is imported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nearpolicy.store.reader import RunReader
 from nearpolicy.store.writer import SqliteStore
 from nearpolicy.telemetry.events import Recorder
 from nearpolicy.telemetry.metrics import MetricsWriter
-from nearpolicy.telemetry.sinks import open_sinks
+from nearpolicy.telemetry.sinks import open_sinks, require_sinks
 from nearpolicy.verifier.config import reward_weights
 from nearpolicy.verifier.service import VerifierService, weighted_reward
 
@@ -55,7 +55,7 @@ class Session:
         self._evaluation_s = 0.0
         async with AsyncExitStack() as closing:  # what was opened last is closed first, after an error too
             await self._start_verifier(closing)
-            self._read_data()
+            self._read_data_and_model()
             self._open_records(closing)
             self._start_roles(closing)
             return await self._run()
@@ -70,10 +70,12 @@ class Session:
         closing.push_async_callback(self.verifier.close)
         await self.verifier.start()
 
-    def _read_data(self) -> None:
+    def _read_data_and_model(self) -> None:
         from nearpolicy.launch import build
 
+        require_sinks(self.config.telemetry.sinks)
         self.language = build.Language.of(self.config, self.functions)
+        self.model = build.load_model(self.config, self.language, self.say)
 
     def _open_records(self, closing: AsyncExitStack) -> None:
         config = self.config
@@ -100,9 +102,11 @@ class Session:
         from nearpolicy.sync.publisher import Publisher
 
         config, tell = self.config, self.telemetry.event
-        self.engine = build.start_engine(config, self.language, partial(tell, "generator"), self.say)
+        self.engine = build.start_engine(config, self.language, self.model, partial(tell, "generator"), self.say)
         closing.callback(self.engine.runner.close)
-        self.learner = build.start_learner(config, self.language, self.engine, partial(tell, "learner"), self.say)
+        self.learner = build.start_learner(
+            config, self.language, self.model, self.engine, partial(tell, "learner"), self.say
+        )
         closing.callback(self.learner.close)
         generator = self.engine.runner
         self.publisher = Publisher(
@@ -271,6 +275,10 @@ class Session:
         self.telemetry.event(role, kind, **fields)
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        times = self.telemetry.busy_times()
+        busy = {"generator": times["time/generate_s"], "learner": metrics["time/learn_s"]}
+        metrics = {**metrics, **times, "memory/peak_mb": peak_memory_mb()}
+        metrics |= {f"utilisation/{role}": seconds / metrics["time/step_s"] for role, seconds in busy.items()}
         self.telemetry.log_step(step, metrics)
         if self.on_step is not None:
             self.on_step(step, metrics)
@@ -286,7 +294,7 @@ class Session:
             **{name: round(seconds, 2) for name, seconds in times.items()},
             "peak_memory_mb": round(peak_memory_mb(), 1),
             "memory_mb": {owner: round(size, 1) for owner, size in self.memory.items()},
-            "numerics": self.engine.mode,
+            "numerics": self.model.mode,
             "held_out": {"before": before, "after": after},
             "ledger": {fate.value: ledger.get(fate, 0) for fate in Fate},
             "staleness": {"mean": _mean(lines, "staleness/mean"), "max": _largest(lines, "staleness/max")},

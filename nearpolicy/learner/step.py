@@ -83,6 +83,8 @@ class PolicyLearner:
         self.config = config
         self.version = 0
         self.updates = 0
+        self._updates_in = {0: 0}
+        """By version of the weights: the updates they contain."""
         self.optimizer = MasterAdamW(policy, config)
         self._numerics = numerics
         self._threads = threads
@@ -96,6 +98,7 @@ class PolicyLearner:
     def step(self, batch: Batch) -> StepReport:
         """Consume one batch: ``num_iterations`` passes of ``minibatches`` updates. An empty batch makes no update."""
         stats, begin = TokenStats(), time.perf_counter()
+        updates_before = self.updates
         proximal = self._timed("annotate", self.annotate, batch.rows) if self.config.updates_per_step > 1 else None
         rate = self.learning_rate
         norms: list[float] = []
@@ -109,8 +112,10 @@ class PolicyLearner:
                 norm = self._timed("optim", self.optim_step, rate)
                 norms.append(norm)
                 groups[bool(np.isfinite(norm))].update(batch.rows[i].group for i in part)
-        self.version += 1
         metrics = self._metrics(batch, stats, norms, rate)
+        metrics |= self._lag(batch, updates_before + max(0, len(norms) - 1))
+        self.version += 1
+        self._updates_in[self.version] = self.updates
         metrics["policy/skipped_updates"] = float(np.sum(~np.isfinite(norms)))
         metrics["time/learn_s"] = time.perf_counter() - begin
         untrained = frozenset(groups[False] - groups[True])
@@ -203,10 +208,16 @@ class PolicyLearner:
 
     def state(self) -> dict[str, Any]:
         """Everything beside the weights that the next step depends on."""
-        return {"version": self.version, "updates": self.updates, "optimizer": self.optimizer.state_dict()}
+        return {
+            "version": self.version,
+            "updates": self.updates,
+            "updates_in": dict(self._updates_in),
+            "optimizer": self.optimizer.state_dict(),
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.version, self.updates = state["version"], state["updates"]
+        self._updates_in = dict(state["updates_in"])
         self.optimizer.load_state_dict(state["optimizer"])
 
     def _packed(self, rows: Sequence[Row], wanted: Sequence[int]) -> Iterator[Packed]:
@@ -254,6 +265,11 @@ class PolicyLearner:
             proximal, behavior = (np.concatenate(parts[:first_pass]) for parts in (stats.proximal, stats.behavior))
             metrics |= mismatch(proximal, behavior)
         return metrics
+
+    def _lag(self, batch: Batch, updates: int) -> dict[str, float]:
+        """How far the oldest token is behind the weights that the last update, after ``updates`` others, began with."""
+        oldest = [int(r.segment.versions[r.trained].min()) for r in batch.rows if r.trained.any()]
+        return {"staleness/updates_max": float(updates - self._updates_in[min(oldest)])} if oldest else {}
 
 
 def _useful(rows: Sequence[Row], wanted: Sequence[int], objective: TokenObjective) -> list[int]:

@@ -5,7 +5,7 @@ fill(slot, group)     never waits                        wakes take
 take(n) -> groups     waits for a batch                  woken by fill; an error if nothing but failures comes
 complete, retire      never wait                         wake reserve
 expire                never waits                        wakes reserve
-close                 never waits                        the end: nothing is waited for after it
+close                 never waits                        the end: nothing more is admitted, what comes is aborted
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from nearpolicy.rollout_queue.ledger import Ledger, State
 
 HOPELESS = 3
 """Failed groups in a row, counted in slots, after which the run ends: whatever fails them will fail the next ones."""
+
+ENDED = "the run ended before a step used it"
 
 
 class StalenessBoundedQueue:
@@ -47,6 +49,7 @@ class StalenessBoundedQueue:
         self._groups: dict[int, Group] = {}
         self._changed = asyncio.Event()
         self._data_ended = False
+        self._closed = False
         self.num_failed = 0
         """Groups that failed since the start of the run."""
         self._failed_in_a_row = 0
@@ -55,8 +58,8 @@ class StalenessBoundedQueue:
         """Groups that were beyond the bound before they could be consumed."""
 
     async def reserve(self) -> Slot | None:
-        await self._until(lambda: self._data_ended or (self._ledger.can_admit and self._more_are_needed))
-        prompt = None if self._data_ended else self._prompts.prompt(self._ledger.next_index)
+        await self._until(lambda: self._no_more or (self._ledger.can_admit and self._more_are_needed))
+        prompt = None if self._no_more else self._prompts.prompt(self._ledger.next_index)
         if prompt is None:
             self._data_ended = True
             self._changed.set()
@@ -74,7 +77,10 @@ class StalenessBoundedQueue:
                 f"the slot of admission {index} was filled with the group of admission {group.index}: "
                 "an environment must return a group of the admission it was given"
             )
-        if group.failure is not None:
+        if self._closed:
+            self._ledger.drop(index)
+            self._store.discarded(group, Fate.ABORTED, group.failure or ENDED)
+        elif group.failure is not None:
             self._ledger.drop(index)
             self.num_failed += 1
             self._failed_in_a_row += 1
@@ -127,11 +133,13 @@ class StalenessBoundedQueue:
             self._changed.set()
 
     def close(self) -> None:
-        """The run ends: ready groups that no step has used are aborted. Those still running have no group yet, and no
-        token in the store; they stay admissions without an ending."""
+        """The run ends: nothing more is admitted, and groups that no step has used are aborted, those too that are
+        filled later."""
+        self._closed = True
         for index in sorted(self._groups):
             self._ledger.give_up(index)
-            self._store.discarded(self._groups.pop(index), Fate.ABORTED, "the run ended before a step used it")
+            self._store.discarded(self._groups.pop(index), Fate.ABORTED, ENDED)
+        self._changed.set()
 
     def retire(self, version: int) -> None:
         self._ledger.retire(version)
@@ -141,6 +149,10 @@ class StalenessBoundedQueue:
     def num_waiting(self) -> int:
         """Groups that are ready and not consumed."""
         return len(self._groups)
+
+    @property
+    def _no_more(self) -> bool:
+        return self._data_ended or self._closed
 
     @property
     def _more_are_needed(self) -> bool:

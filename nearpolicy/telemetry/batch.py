@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from nearpolicy.records import Batch, Fate, StepReport
+from nearpolicy.records import Batch, Fate, Outcome, StepReport
 
 
 def token_fates(batch: Batch, report: StepReport) -> dict[tuple[int, int], dict[Fate, int]]:
@@ -46,6 +46,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "batch/tokens": float(sum(lengths)),
     }
     metrics |= {f"reward/{name}": _mean(values) for name, values in _by_source(batch).items()}
+    metrics |= {f"verifier/{name}/failed_share": _mean(values) for name, values in _failures(batch).items()}
     for task in sorted({group.admission.prompt.task for group in batch.groups}):
         own = [r for g in batch.groups if g.admission.prompt.task == task for r in g.rewards if r is not None]
         metrics[f"task/{task}/reward"] = _mean(own)
@@ -69,6 +70,16 @@ def _by_source(batch: Batch) -> Mapping[str, list[float]]:
                 for part, value in verdict.parts.items():
                     values.setdefault(f"{source}/{part}", []).append(value)
     return values
+
+
+def _failures(batch: Batch) -> Mapping[str, list[bool]]:
+    """By source: which of its verdicts failed."""
+    failed: dict[str, list[bool]] = {}
+    for group in batch.groups:
+        for verdicts in group.verdicts:
+            for source, verdict in verdicts.items():
+                failed.setdefault(source, []).append(verdict.outcome is Outcome.FAILED)
+    return failed
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -50,6 +50,17 @@ DECODE_BUNCH = 64
 _DRAINS = ("swap", "idle")
 """Kinds by which a generator says that decoding is interrupted."""
 
+BUSY_KINDS: Mapping[str, str] = {
+    "prefill": "generate",
+    "decode_step": "generate",
+    "verify": "verify",
+    "export": "sync",
+    "load": "sync",
+    "compare": "sync",
+}
+"""Kinds whose seconds add up to a metric ``time/<name>_s``. Verifiers run beside one another, so their sum may exceed
+the wall time."""
+
 _EVENT_FIELDS = ("instance", "admission", "sample", "segment", "version", "seconds")
 
 
@@ -93,6 +104,7 @@ class Recorder:
         self._zero = clock() - max(0.0, time.time() - wall_anchor)
         self._lock = threading.Lock()
         self._bunches: dict[tuple[str, int], _Bunch] = {}
+        self._busy = dict.fromkeys(BUSY_KINDS.values(), 0.0)
 
     def now(self) -> float:
         """Seconds since the run's anchor."""
@@ -109,6 +121,9 @@ class Recorder:
         own = {name: value for name, value in own.items() if value is not None}
         end = self.now()
         with self._lock:
+            if kind in BUSY_KINDS:
+                seconds = fields["ms"] / 1000 if kind == "decode_step" else own.get("seconds", 0.0)
+                self._busy[BUSY_KINDS[kind]] += seconds - fields.get("queue_s", 0.0)
             where = (role, own.get("instance", 0))
             if kind == "decode_step":
                 self._add_step(where, own.get("version"), end, fields)
@@ -138,6 +153,13 @@ class Recorder:
                 self._sinks.log(step, metrics)
         if not_finite:
             _LOG.warning("step %d: not finite: %s", step, ", ".join(f"{n} is {v}" for n, v in not_finite.items()))
+
+    def busy_times(self) -> dict[str, float]:
+        """``time/<name>_s`` since the last call (see `BUSY_KINDS`)."""
+        with self._lock:
+            times = {f"time/{name}_s": seconds for name, seconds in self._busy.items()}
+            self._busy = dict.fromkeys(self._busy, 0.0)
+        return times
 
     def flush(self) -> None:
         """Write the bunches that are not full yet."""

@@ -76,6 +76,11 @@ class TrackioSink:
         self._run.finish()
 
 
+_MODULES = {
+    "tensorboard": ("tensorboard.summary.writer.event_file_writer",),
+    "wandb": ("wandb",),
+    "trackio": ("trackio",),
+}
 SINKS: Mapping[str, Callable[[Path, Mapping[str, Any]], Sink]] = {
     "tensorboard": TensorBoardSink,
     "wandb": WandbSink,
@@ -110,15 +115,26 @@ class Sinks:
 
 
 def open_sinks(names: Iterable[str], run_dir: str | Path, config: Mapping[str, Any]) -> Sinks:
-    """Start the named sinks; `UserError` if one is unknown or its extra is not installed."""
+    """Start the named sinks; if one cannot start, the others are closed again."""
     opened: dict[str, Sink] = {}
+    try:
+        for name in names:
+            opened[name] = SINKS[name](Path(run_dir), config)
+    except BaseException:
+        Sinks(opened).close()
+        raise
+    return Sinks(opened)
+
+
+def require_sinks(names: Iterable[str]) -> None:
+    """`UserError` if a sink is unknown or its extra is not installed; nothing is started."""
     for name in names:
         if name not in SINKS:
             close = nearest(name, list(SINKS))
             hint = f"; did you mean {close}" if close else ""
             raise UserError(f"telemetry.sinks names {name!r}{hint}? Known are {', '.join(SINKS)}")
-        opened[name] = SINKS[name](Path(run_dir), config)
-    return Sinks(opened)
+        for module in _MODULES[name]:
+            _need(module, name)
 
 
 def _need(module: str, extra: str) -> ModuleType:

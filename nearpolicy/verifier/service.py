@@ -78,7 +78,7 @@ class VerifierService:
         if self._pool is not None:
             await self._pool.close()
 
-    async def score(self, prompt: Prompt, rollout: Rollout) -> Mapping[str, Verdict]:
+    async def score(self, prompt: Prompt, rollout: Rollout, *, admission: int | None = None) -> Mapping[str, Verdict]:
         """One verdict per reward source of the prompt's task."""
         sources = self._sources.get(prompt.task)
         if sources is None:
@@ -93,6 +93,7 @@ class VerifierService:
         self._on_event(
             "verifier",
             "verify",
+            admission=admission,
             sample=rollout.sample,
             seconds=time.perf_counter() - asked,
             queue_s=max((queue_s for _, queue_s in judged), default=0.0),

@@ -66,7 +66,7 @@ class Verifier:
         self.answered: list[int] = []
         self.asked: list[str] = []
 
-    async def score(self, prompt: Prompt, rollout: Rollout) -> Mapping[str, Verdict]:
+    async def score(self, prompt: Prompt, rollout: Rollout, *, admission: int | None = None) -> Mapping[str, Verdict]:
         sample = rollout.sample
         self.asked.append(rollout.text)
         if sample in self.silent:
@@ -268,6 +268,25 @@ def test_a_verifier_that_never_answers_is_named():
     assert run(environment).failure == (
         "no group within 0.05 s (queue.rollout_timeout_s): samples [2] of 4 were not judged"
     )
+
+
+def test_at_the_end_of_a_run_what_is_running_comes_back_with_its_tokens_and_is_not_tried_again():
+    async def scenario() -> Group:
+        generator = Generator(never=(2,))
+        environment = Bounded(
+            single_turn(generator, Verifier(order=(0, 1), silent=(1,)), timeout_s=20), timeout_s=20, retries=3
+        )
+        running = asyncio.create_task(environment.run(ADMISSION))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        await environment.stop()
+        group = await running
+        assert len(generator.requests) == 1
+        return group
+
+    group = asyncio.run(scenario())
+    assert group.failure == "the run ended: samples [2, 3] of 4 were not generated and samples [1] of 4 were not judged"
+    assert group.num_sampled == 8
 
 
 def test_ending_the_run_is_not_taken_for_a_failure():

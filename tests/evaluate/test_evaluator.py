@@ -45,7 +45,7 @@ class Generator:
 class Verifier:
     """Right is the answer "A"; a shaped value besides; the prompt "abstain" cannot be judged."""
 
-    async def score(self, prompt, rollout):
+    async def score(self, prompt, rollout, *, admission=None):
         if prompt.text == "abstain":
             return {"number": Verdict.abstained("no answer"), "format": Verdict.scored(1.0)}
         right = float(rollout.text == "A")
@@ -189,7 +189,7 @@ def test_a_completion_is_judged_while_the_next_one_is_still_sampled():
                 await asyncio.wait_for(judged.wait(), 5)
 
     class Telling(Verifier):
-        async def score(self, prompt, rollout):
+        async def score(self, prompt, rollout, *, admission=None):
             judged.set()
             return await super().score(prompt, rollout)
 
@@ -209,7 +209,7 @@ def test_a_generator_that_fails_leaves_no_judgement_behind():
                 raise RuntimeError("the engine stopped")
 
     class Slow(Verifier):
-        async def score(self, prompt, rollout):
+        async def score(self, prompt, rollout, *, admission=None):
             running.add(prompt.id)
             try:
                 await asyncio.sleep(60)

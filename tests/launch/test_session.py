@@ -15,6 +15,7 @@ from nearpolicy.launch.build import _threads
 from nearpolicy.launch.session import Session, run_session
 from nearpolicy.launch.sizes import memory_by_owner, model_shape
 from nearpolicy.models.numerics import Numerics
+from nearpolicy.records import Fate
 from nearpolicy.store.folder import RunFolder
 from nearpolicy.store.reader import RunReader
 
@@ -57,11 +58,31 @@ def test_bad_data_leaves_no_run_folder_and_takes_none(config, tmp_path):
     assert list((tmp_path / "mine").iterdir()) == []
 
 
-def test_a_sink_that_cannot_start_leaves_the_folder_free_for_a_run(config, tmp_path, monkeypatch):
+def test_a_missing_sink_is_refused_before_a_folder_is_made(config, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(UserError, match="trackio"):
         run_session(Session(config=config("run.dir=mine", "telemetry.sinks=[trackio]")))
-    assert list((tmp_path / "mine").iterdir()) == []
+    assert not (tmp_path / "mine").exists()
+
+
+def test_a_model_that_is_unfit_is_refused_before_a_folder_is_made(config, tmp_path):
+    with pytest.raises(UserError, match="bloom"):
+        run_session(Session(config=config("run.dir=mine", "model.path=random:bloom")))
+    assert not (tmp_path / "mine").exists()
+
+
+def test_every_sampled_token_of_a_run_that_ends_early_has_a_fate(config):
+    session = Session(config=config("run.steps=50", "queue.max_staleness=2"))
+
+    def stop(step: int, metrics) -> None:
+        session.stop_requested = step == 1
+
+    session.on_step = stop
+    run_session(session)
+    with RunReader(session.folder.path) as run:
+        ended = [event.numbers["tokens"] for event in run.events("finish") if event.admission is not None]
+        assert sum(ended) == sum(run.ledger().values()) > 0
+        assert Fate.IN_FLIGHT not in run.ledger()
 
 
 def test_a_stop_during_the_warm_start_ends_it_and_saves(config):

@@ -29,6 +29,7 @@ def group_of(index: int, rewards, *, lengths=None, finishes=None) -> Group:
         rollouts=tuple(
             Rollout(
                 sample=i,
+                numerics="exact",
                 text="",
                 segments=(
                     Segment(
@@ -119,7 +120,7 @@ def test_observations_between_sampled_tokens_have_no_advantage_and_no_fate():
     other = group.rollouts[1]
     group = Group(
         admission=group.admission,
-        rollouts=(Rollout(sample=0, segments=(mixed,), text=""), other),
+        rollouts=(Rollout(sample=0, segments=(mixed,), text="", numerics="exact"), other),
         verdicts=({}, {}),
         rewards=(1.0, 0.0),
     )

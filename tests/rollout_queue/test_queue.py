@@ -56,7 +56,7 @@ def group_of(admission: Admission, versions: tuple[int, ...] = (0,)) -> Group:
     )
     return Group(
         admission=admission,
-        rollouts=(Rollout(sample=0, segments=(segment,), text=""),),
+        rollouts=(Rollout(sample=0, segments=(segment,), text="", numerics="exact"),),
         verdicts=({},),
         rewards=(1.0,),
     )
@@ -360,6 +360,22 @@ def test_at_the_end_groups_that_no_step_used_are_aborted():
         queue.close()
         assert book.discarded_groups == [(1, Fate.ABORTED, "the run ended before a step used it")]
         assert queue.num_waiting == 0
+        assert await queue.reserve() is None  # nothing more is admitted
+        queue.fill(slots[2], Group(admission=slots[2].admission, failure="the run ended: 2 samples of 4"))
+        assert book.discarded_groups[1:] == [(2, Fate.ABORTED, "the run ended: 2 samples of 4")]
+        assert queue.num_failed == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_producer_that_waits_for_a_slot_at_the_end_goes_home():
+    async def scenario() -> None:
+        queue = a_queue(per_step=1, bound=0, book=Book())
+        await queue.reserve()
+        waiting = asyncio.create_task(queue.reserve())
+        await asyncio.sleep(0)
+        queue.close()
+        assert await waiting is None
 
     asyncio.run(scenario())
 

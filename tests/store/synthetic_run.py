@@ -66,7 +66,7 @@ def group(index: int, *, skill: float = 0.5, version: int = 0, size: int = 4) ->
         right, formed = rng.random() < skill, rng.random() < 0.4 + skill / 2
         length = int(rng.integers(3, 12 - int(5 * skill)))
         text = f"The answer is {index % 30 + 7 * index % 30 + 2}" if right else "Let me think about it, it is 12"
-        rollouts.append(Rollout(sample=sample, segments=(segment(length, version, rng),), text=text))
+        rollouts.append(Rollout(sample=sample, segments=(segment(length, version, rng),), text=text, numerics="exact"))
         verdicts.append({"answer": Verdict.scored(float(right)), "format": Verdict.scored(float(formed), short=1.0)})
         rewards.append(0.9 * right + 0.1 * formed)
     return Group(

@@ -70,7 +70,7 @@ def test_nul_lone_surrogates_and_line_separators_survive_everywhere(store, folde
         NASTY: Verdict(outcome=Outcome.SCORED, value=0.1, parts={NASTY: 1.5}, arrays={"process": np.arange(3.0)}),
         "late": Verdict.failed(NASTY),
     }
-    rollout = Rollout(sample=0, segments=(segment(3, 0, np.random.default_rng(0)),), text=NASTY)
+    rollout = Rollout(sample=0, segments=(segment(3, 0, np.random.default_rng(0)),), text=NASTY, numerics="fast")
     sent = Group(
         admission=admission(0, prompt=prompt),
         rollouts=(rollout,),

@@ -142,13 +142,16 @@ class Shuffled:
         self._let_one_go()
         return group
 
+    async def stop(self) -> None:
+        await self.inner.stop()
+
     def _let_one_go(self) -> None:
         if self._waiting and len(self._waiting) == self._inside:
             self._waiting.pop(self.random.randrange(len(self._waiting))).set()
 
 
 class TokenVerifier:
-    async def score(self, prompt: Prompt, rollout: Rollout):
+    async def score(self, prompt: Prompt, rollout: Rollout, *, admission: int | None = None):
         return {"tokens": Verdict.scored(reward(rollout.segments[0].token_ids))}
 
 

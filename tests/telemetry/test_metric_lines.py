@@ -97,7 +97,7 @@ def test_names_are_canonical_or_found_out(tmp_path):
     run = RunReader(make_run(tmp_path, steps=1).path)
     logged = set(run.metrics()[0]) - {"step", "time", "not_finite"}
     assert unknown_names(logged) == []
-    good = ["reward/exact/mean", "task/sums/reward", "evaluation/sums/pass@8", "ledger/zero_advantage_tokens"]
+    good = ["reward/exact/mean", "task/sums/reward", "evaluation/sums/pass@8", "verifier/exact/failed_share"]
     bad = ["reward/avg", "loss", "evaluation/accuracy", "Reward/mean"]
     assert unknown_names(good + bad) == bad
     assert all(meaning for meaning in METRICS.values())

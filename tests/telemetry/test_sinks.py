@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from nearpolicy.errors import UserError
-from nearpolicy.telemetry.sinks import SINKS, Sinks, open_sinks
+from nearpolicy.telemetry.sinks import SINKS, Sinks, open_sinks, require_sinks
 
 
 class Remembers:
@@ -44,9 +44,22 @@ def test_a_failing_sink_is_reported_once_and_stops_nothing(caplog):
 @pytest.mark.parametrize("name", [name for name in SINKS if importlib.util.find_spec(name) is None])
 def test_a_missing_package_is_named_with_its_extra(name, tmp_path):
     with pytest.raises(UserError, match=rf"pip install 'nearpolicy\[{name}\]'"):
-        open_sinks([name], tmp_path, {})
+        require_sinks([name])
 
 
 def test_an_unknown_sink_is_named_with_the_nearest(tmp_path):
     with pytest.raises(UserError, match="'tensorbord'; did you mean tensorboard"):
-        open_sinks(["tensorbord"], tmp_path, {})
+        require_sinks(["tensorbord"])
+
+
+def test_a_sink_that_cannot_start_closes_those_that_have(monkeypatch, tmp_path):
+    good = Remembers()
+
+    def cannot(run_dir, config):
+        raise RuntimeError("no account")
+
+    for name, start in {"good": lambda run_dir, config: good, "bad": cannot}.items():
+        monkeypatch.setitem(SINKS, name, start)
+    with pytest.raises(RuntimeError, match="no account"):
+        open_sinks(["good", "bad"], tmp_path, {})
+    assert good.closed

@@ -88,7 +88,7 @@ def test_a_function_gets_the_prompt_in_the_form_of_the_row_whatever_the_chat_tem
     )
     prompt = make_prompt(task, Row(1, {"prompt": question}), chat=True)
     assert [message["role"] for message in prompt.messages] == ["system", "user"]
-    sample = Sample.of(prompt, Rollout(sample=0, segments=(), text="hi"))
+    sample = Sample.of(prompt, Rollout(sample=0, segments=(), text="hi", numerics="exact"))
     seen = {}
 
     def reward(prompts, completions):

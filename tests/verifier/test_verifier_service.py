@@ -37,7 +37,7 @@ async def verifying(*rewards, functions=None, on_event=lambda *a, **k: None, **c
 
 async def score(service, text, sample=0, **columns):
     prompt = Prompt(id="p", task="t", text="q", columns=columns)
-    return await service.score(prompt, Rollout(sample=sample, segments=(), text=text))
+    return await service.score(prompt, Rollout(sample=sample, segments=(), text=text, numerics="exact"))
 
 
 def functions_at_hand(**functions):
@@ -209,7 +209,7 @@ def test_function_of_a_file_runs_in_a_worker_with_tokens_and_columns(tmp_path):
     async def run():
         async with verifying(FunctionReward(path=f"{file}:ratio")) as service:
             prompt = Prompt(id="p", task="t", text="q", columns={"limit": 10, "pid": os.getpid()})
-            return await service.score(prompt, Rollout(sample=0, segments=(segment,), text="a"))
+            return await service.score(prompt, Rollout(sample=0, segments=(segment,), text="a", numerics="exact"))
 
     assert asyncio.run(run())["function"].value == 0.6
 
@@ -296,7 +296,7 @@ def test_use_before_start_and_unknown_tasks_are_errors():
         asyncio.run(score(service, "a"))
     with pytest.raises(NearpolicyError, match="no task 'other', only 't'"):
         other = Prompt(id="p", task="other", text="q")
-        asyncio.run(service.score(other, Rollout(sample=0, segments=(), text="a")))
+        asyncio.run(service.score(other, Rollout(sample=0, segments=(), text="a", numerics="exact")))
 
 
 def test_events_tell_how_long_a_rollout_waited_and_how_its_sources_ended():

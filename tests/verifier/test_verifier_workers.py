@@ -51,7 +51,7 @@ async def verifying(*rewards, functions=None, on_event=lambda *a, **k: None, **c
 
 async def score(service, text, sample=0, **columns):
     prompt = Prompt(id="p", task="t", text="q", columns=columns)
-    verdicts = await service.score(prompt, Rollout(sample=sample, segments=(), text=text))
+    verdicts = await service.score(prompt, Rollout(sample=sample, segments=(), text=text, numerics="exact"))
     return verdicts
 
 
