@@ -28,8 +28,9 @@ async def main() -> list[float]:
 
     from nearpolicy.environments.single_turn import SingleTurn
     from nearpolicy.launch import build, warm_start
-    from nearpolicy.learner.step import TokenStats
-    from nearpolicy.objectives.objective import Supervised, assign_advantages
+    from nearpolicy.learner.step import NOTHING_KNOWN, TokenStats
+    from nearpolicy.objectives.assign import assign_advantages
+    from nearpolicy.objectives.objective import Supervised
     from nearpolicy.sync.publisher import Publisher
 
     language = build.Language.of(config)
@@ -59,7 +60,7 @@ async def main() -> list[float]:
         groups = await asyncio.gather(*map(environment.run, admissions))  # sample and verify
         useful = [group for group in groups if group.has_signal][:8]
         rows = assign_advantages(useful, config.objective)
-        await learner.call(verbs.forward_backward, range(len(rows)), verbs.objective, rows, None, TokenStats())
+        await learner.call(verbs.forward_backward, range(len(rows)), verbs.objective, rows, NOTHING_KNOWN, TokenStats())
         norm = await learner.call(verbs.optim_step, LEARNING_RATE)
         verbs.version += 1
         record = await publisher.publish()  # the engine shows that it holds these weights

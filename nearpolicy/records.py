@@ -277,8 +277,9 @@ class StepReport:
     updates: int
     """Optimizer steps taken since the start of the run."""
     metrics: Mapping[str, float]
-    untrained: frozenset[int] = frozenset()
-    """Groups of which no update was applied, because no gradient was finite."""
+    rows: tuple[Row, ...] = ()
+    """The batch's rows as they were used: with the advantages that the learner gave them, and without the tokens that
+    no applied update has seen. Empty: the batch's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

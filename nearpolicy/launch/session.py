@@ -136,7 +136,7 @@ class Session:
 
     def _pipeline(self) -> Pipeline:
         from nearpolicy.environments.single_turn import Bounded, SingleTurn
-        from nearpolicy.objectives.objective import assign_advantages
+        from nearpolicy.objectives.assign import assign_advantages
         from nearpolicy.pipeline import Pipeline
         from nearpolicy.rollout_queue.ledger import Ledger
         from nearpolicy.rollout_queue.queue import StalenessBoundedQueue
@@ -175,7 +175,11 @@ class Session:
             weights=self.publisher,
             store=self.store,
             telemetry=self,
-            assemble=partial(assign_advantages, config=config.objective),
+            assemble=partial(
+                assign_advantages,
+                config=config.objective,
+                max_completion_length=config.sampling.max_completion_length,
+            ),
             after_step=self._after_step,
             num_steps=config.run.steps,
             prompts_per_step=limits.prompts_per_step,

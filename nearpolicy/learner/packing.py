@@ -55,18 +55,28 @@ def _same_context(a: Row, b: Row) -> bool:
     return np.array_equal(a.segment.context_ids, b.segment.context_ids)
 
 
-def microbatches(trees: Iterable[Tree], budget: int) -> Iterator[list[Tree]]:
-    """Consecutive trees within the token budget; a tree beyond it alone."""
+def microbatches(trees: Iterable[Tree], budget: int, whole_of: Sequence[Row] | None = None) -> Iterator[list[Tree]]:
+    """Consecutive trees within the token budget; a tree beyond it alone.
+
+    ``whole_of``: the rows that the trees are made of, if all segments of a rollout must stay together; then a rollout
+    may exceed the budget.
+    """
     current: list[Tree] = []
     tokens = 0
     for tree in trees:
-        if current and tokens + tree.num_tokens > budget:
+        goes_on = whole_of is not None and bool(current) and _same_rollout(whole_of, current[-1], tree)
+        if current and tokens + tree.num_tokens > budget and not goes_on:
             yield current
             current, tokens = [], 0
         current.append(tree)
         tokens += tree.num_tokens
     if current:
         yield current
+
+
+def _same_rollout(rows: Sequence[Row], before: Tree, after: Tree) -> bool:
+    last, first = rows[before.rows[-1]], rows[after.rows[0]]
+    return (last.group, last.sample) == (first.group, first.sample)
 
 
 @dataclass(frozen=True, slots=True)

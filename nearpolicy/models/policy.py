@@ -7,14 +7,32 @@ the same hidden states, the same head and the same attention function.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nearpolicy.models.attention import PackedContext
+from nearpolicy.objectives.regularisers import full_kl
 
 HEAD_CHUNK = 1024
 """Rows of logits held at once; more rows are computed in chunks and recomputed in backward."""
+
+
+class Scores(NamedTuple):
+    """What a policy says of N chosen tokens, [N] each, in nats."""
+
+    logprobs: Tensor
+    """With gradient."""
+    entropies: Tensor
+    """Of the distribution that the token stands in; with gradient if asked for."""
+    reference_kl: Tensor | None = None
+    """KL from that distribution to the reference's, with gradient, if a reference was given."""
+
+    def first(self, count: int) -> Scores:
+        """Without the padding behind."""
+        return Scores(*(None if values is None else values[:count] for values in self))
 
 
 class PolicyModel(nn.Module):
@@ -66,27 +84,45 @@ class PolicyModel(nn.Module):
         rows: Tensor,
         targets: Tensor,
         temperature: float = 1.0,
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probability of ``targets`` [N] after packed ``rows`` [N], and the entropy (no gradient) there.
+        *,
+        entropy_has_gradient: bool = False,
+        reference: tuple[PolicyModel, Tensor] | None = None,
+    ) -> Scores:
+        """Log-probability of ``targets`` [N] after packed ``rows`` [N], and the entropy there.
 
-        Both are of softmax(logits / temperature), in natural logarithms.
+        Both are of softmax(logits / temperature), in natural logarithms. ``reference``: another model and its hidden
+        states [N, hidden] for the same rows; then the KL to its distribution is given as well.
         """
         hidden = self.hidden(input_ids, positions, context)[rows]
+        settings = (temperature, entropy_has_gradient, None if reference is None else reference[0])
+        theirs = hidden.new_empty(len(rows), 0) if reference is None else reference[1]
         if len(rows) <= HEAD_CHUNK:
-            return self._score(hidden, targets, temperature)
+            return Scores(*self._score(hidden, targets, theirs, *settings))
         num_chunks = -(-len(rows) // HEAD_CHUNK)  # even chunks: a short last one would take another kernel
         parts = [
-            checkpoint(self._score, h, t, temperature, use_reentrant=False, preserve_rng_state=False)
-            for h, t in zip(hidden.tensor_split(num_chunks), targets.tensor_split(num_chunks), strict=True)
+            checkpoint(self._score, *chunk, *settings, use_reentrant=False, preserve_rng_state=False)
+            for chunk in zip(*(x.tensor_split(num_chunks) for x in (hidden, targets, theirs)), strict=True)
         ]
-        logprobs, entropies = zip(*parts, strict=True)
-        return torch.cat(logprobs), torch.cat(entropies)
+        return Scores(*map(torch.cat, zip(*parts, strict=True)))
 
-    def _score(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def _score(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        reference_hidden: Tensor,
+        temperature: float,
+        entropy_has_gradient: bool,
+        reference: PolicyModel | None,
+    ) -> tuple[Tensor, ...]:
         logprobs = log_softmax(self.head(hidden), temperature)
-        with torch.no_grad():
+        with torch.set_grad_enabled(entropy_has_gradient and torch.is_grad_enabled()):
             entropies = -(logprobs.exp() * logprobs).sum(dim=-1)
-        return logprobs.gather(1, targets[:, None])[:, 0], entropies
+        scores = logprobs.gather(1, targets[:, None])[:, 0], entropies
+        if reference is None:
+            return scores
+        with torch.no_grad():
+            theirs = log_softmax(reference.head(reference_hidden), temperature)
+        return *scores, full_kl(logprobs, theirs)
 
 
 def log_softmax(logits: Tensor, temperature: float) -> Tensor:

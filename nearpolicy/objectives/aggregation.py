@@ -1,33 +1,50 @@
-"""What share of the loss a token carries, decided for the whole update before anything is cut into micro-batches.
+"""What share of the loss a token carries.
 
-The loss of an update is the sum over its trained tokens of share x token loss. Shares are numbers known in advance, so
-any cut, order or number of ranks gives the same sum.
+The loss of an update is
+
+    sum over kept tokens of  share x token loss,   divided by   the update's divisor
+
+A share depends on the token's own sequence alone, the divisor on the whole update; both are sums over parts. So any
+cut into micro-batches, any packing, order or number of ranks gives the same loss and the same gradient.
+
+                              share            divisor
+    token_mean                1                kept tokens                            (DAPO)
+    seq_mean_token_sum        1                sequences with a kept token
+    seq_mean_token_mean       1 / kept tokens  sequences with a kept token            (GRPO)
+                              of the sequence
+    seq_mean_token_sum_norm   1 / max_length   sequences with a kept token            (Dr. GRPO)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Literal, get_args
 
-import numpy as np
+import torch
+from torch import Tensor
+
+from nearpolicy.objectives.sequences import Sequences
+
+LossAggregation = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
 
 
-def token_shares(trained_tokens: Sequence[int], loss_agg: str, max_length: int) -> np.ndarray:
-    """[S] float64: the share of each trained token of each sequence.
-
-    trained_tokens: trained tokens per sequence, in any order; sequences without any take no part.
-
-    - token_mean: 1 / all trained tokens (DAPO)
-    - seq_mean_token_mean: 1 / (sequences x tokens of the sequence) (GRPO)
-    - seq_mean_token_sum_norm: 1 / (sequences x ``max_length``) (Dr. GRPO)
-    """
-    tokens = np.asarray(trained_tokens, dtype=np.float64)
-    sequences = np.count_nonzero(tokens)
-    if sequences == 0:
-        return np.zeros(len(tokens))
-    if loss_agg == "token_mean":
-        return np.full(len(tokens), 1.0 / tokens.sum())
+def shares(kept: Tensor, sequences: Sequences, loss_agg: LossAggregation, max_length: int) -> Tensor:
+    """[N] float32 share of each token, 0 where ``kept`` [N] is False. Sequences must be whole unless it is a token
+    mean."""
+    if loss_agg not in get_args(LossAggregation):
+        raise ValueError(
+            f"objective.loss_agg {loss_agg!r} is not known; known are {', '.join(get_args(LossAggregation))}"
+        )
     if loss_agg == "seq_mean_token_mean":
-        return np.where(tokens > 0, 1.0 / (sequences * np.maximum(tokens, 1.0)), 0.0)
-    if loss_agg == "seq_mean_token_sum_norm":
-        return np.full(len(tokens), 1.0 / (sequences * max_length))
-    raise ValueError(f"objective.loss_agg {loss_agg!r} is not known")
+        share = 1.0 / sequences.spread(sequences.sum(kept).clamp(min=1.0))
+    else:
+        share = torch.full(
+            kept.shape, 1.0 / max_length if loss_agg == "seq_mean_token_sum_norm" else 1.0, device=kept.device
+        )
+    return torch.where(kept, share.float(), 0.0)
+
+
+def divisor(kept: Tensor, sequences: Sequences, loss_agg: LossAggregation) -> float:
+    """What these tokens add to the divisor of their update."""
+    if loss_agg == "token_mean":
+        return float(kept.sum())
+    return float((sequences.sum(kept) > 0).sum())

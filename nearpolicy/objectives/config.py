@@ -1,60 +1,238 @@
-"""What is optimised: advantages, loss, divisor, and the correction for the lag between generator and learner."""
+"""What is optimised: advantage x loss x correction x divisor x regularisers, and what shapes the reward before that.
+
+`catalogue` says which part reads which setting and what it fixes. A setting that no chosen part reads, and one that a
+part decides by itself, are refused by name: nothing is ignored and no weight is applied twice.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AliasChoices, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
+from nearpolicy.objectives.catalogue import AXES, Part, chosen, default_of
 from nearpolicy.settings import ConfigModel
 
+Share = Annotated[float, Field(gt=0, le=1)]
 
-def _with_clipping(value: float) -> Any:
-    return lambda data: value if data.get("loss") == "ppo_clip" else None
+
+def _by_parts(key: str, otherwise: Any = None) -> Any:
+    return Field(default_factory=lambda data: default_of(key, data, otherwise))
 
 
 class ObjectiveConfig(ConfigModel):
     """Section `objective`: from rewards to a loss."""
 
-    advantage: Literal["grpo"] = "grpo"
-    """`grpo`: the reward minus the mean of its group."""
-    scale_rewards: Literal["group", "none"] = "group"
-    """Divide advantages by the spread of rewards within the group, or not at all."""
-    loss: Literal["pg", "ppo_clip"] = "ppo_clip"
-    """`pg`: plain policy gradient, for one update per step. `ppo_clip`: the ratio to the policy at the start of the
-    step is clipped; with one update per step both give the same gradient."""
-    clip_low: float | None = Field(default_factory=_with_clipping(0.2), gt=0, lt=1)
-    """Distance below 1 at which `ppo_clip` clips the ratio; 0.2 unless set. Refused with another loss."""
-    clip_high: float | None = Field(default_factory=_with_clipping(0.28), gt=0)
-    """Distance above 1 at which `ppo_clip` clips the ratio; 0.28 unless set. Refused with another loss."""
-    loss_agg: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"] = "token_mean"
-    """Divisor: all trained tokens of the batch; each completion's own tokens, then the number of completions; or
-    the number of completions times `sampling.max_completion_length`."""
-    correction: Literal["none", "token_truncate"] = "token_truncate"
-    """Weight for the difference between the policy that sampled a token and the policy at the start of the step:
-    `token_truncate` multiplies each token by that ratio, at most `correction_cap`. `none` only measures it."""
-    correction_cap: float | None = Field(
-        default_factory=lambda data: 2.0 if data.get("correction") == "token_truncate" else None, gt=0
+    loss: Literal[
+        "pg",
+        "ppo_clip",
+        "decoupled_ppo",
+        "gspo",
+        "gspo_token",
+        "gmpo",
+        "cispo",
+        "sapo",
+        "aipo",
+        "kimi",
+        "dppo",
+        "clip_cov",
+        "kl_cov",
+        "opd",
+    ] = "ppo_clip"
+    """How a token's advantage becomes a loss; each is explained in `docs/objectives.md`. With one update per step
+    `ppo_clip` has the gradient of `pg`."""
+    advantage: Literal[
+        "grpo",
+        "dr_grpo",
+        "rloo",
+        "reinforce",
+        "reinforce_baseline",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "remax",
+        "opo",
+        "grpo_passk",
+        "vtrace",
+        "teacher",
+    ] = _by_parts("advantage", "grpo")
+    """How rewards become advantages. `grpo` unless the loss decides it."""
+    scale_rewards: Literal["group", "batch", "none"] = _by_parts("scale_rewards", "none")
+    """Divide advantages by the spread of rewards within the group, within the batch, or not at all. `grpo` may choose
+    and takes `group`; every other advantage decides it."""
+    gamma: float | None = Field(default_factory=lambda data: default_of("gamma", data), gt=0, le=1)
+    """Discount per token of `reinforce_plus_plus` and `vtrace`; 1.0 unless set."""
+    pass_k: PositiveInt | None = _by_parts("pass_k")
+    """k of `grpo_passk`; 4 unless set."""
+    vtrace_rho: PositiveFloat | None = _by_parts("vtrace_rho")
+    """Cap of the ratio in front of each temporal difference of `vtrace`; 1.0 unless set."""
+    vtrace_c: PositiveFloat | None = _by_parts("vtrace_c")
+    """Cap of the ratios that carry later rewards back in `vtrace`; 1.0 unless set."""
+    correction: Literal[
+        "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"
+    ] = _by_parts("correction", "token_truncate")
+    """What is done about the difference between the policy that sampled a token and the policy at the start of the
+    step. `token_truncate` weighs each token with their ratio, at most `correction_cap`; `none` only measures it."""
+    correction_cap: PositiveFloat | None = _by_parts("correction_cap")
+    """Largest ratio: beyond it the weight stays there (`*_truncate`) or the tokens are rejected (`*_mask`). Unless set:
+    2.0 for tokens, 5.0 for `sequence_truncate`, 3.0 for `sequence_mask`, 1.01 for `geometric_mask`."""
+    correction_floor: NonNegativeFloat | None = _by_parts("correction_floor")
+    """Smallest ratio, in the same sense. Unless set: 0.5 for `token_mask`, 0.99 for `geometric_mask`, else none."""
+    correction_weighted: bool | None = _by_parts("correction_weighted")
+    """Whether what `token_mask` or `sequence_mask` keeps is weighed with its ratio; true unless set."""
+    same_support: bool = False
+    """Under `sampling.top_p`, `top_k` or `min_p`: give the learner's log-probabilities over the tokens that could be
+    sampled, as the engine's are. The engine then records those tokens."""
+    clip_low: PositiveFloat | None = _by_parts("clip_low")
+    """Distance below 1 at which the ratio is clipped (for `gmpo` in logarithms, for `dppo` of probabilities). The
+    default depends on the loss: 0.2 for `ppo_clip`."""
+    clip_high: PositiveFloat | None = _by_parts("clip_high")
+    """Distance above 1 at which the ratio is clipped, in the same sense: 0.28 for `ppo_clip`."""
+    dual_clip: float | None = Field(default_factory=lambda data: default_of("dual_clip", data), gt=1)
+    """Bound on the ratio of tokens with a negative advantage in `ppo_clip` and `decoupled_ppo`; none unless set."""
+    proximal: Literal["recomputed", "interpolated"] | None = _by_parts("proximal")
+    """Of `decoupled_ppo`: the policy that the ratio is clipped around. `recomputed` takes a forward pass of its own
+    where a step has several updates; `interpolated` lies between the sampling and the current policy and takes none."""
+    sapo_temperature_positive: PositiveFloat | None = _by_parts("sapo_temperature_positive")
+    """Of `sapo`: steepness of the gate for positive advantages; 1.0 unless set."""
+    sapo_temperature_negative: PositiveFloat | None = _by_parts("sapo_temperature_negative")
+    """Of `sapo`: steepness of the gate for negative advantages; 1.05 unless set."""
+    aipo_cap: PositiveFloat | None = _by_parts("aipo_cap")
+    """Of `aipo`: largest ratio of the current to the sampling policy; 2.0 unless set."""
+    kimi_tau: PositiveFloat | None = _by_parts("kimi_tau")
+    """Of `kimi`: weight of the squared log-ratio; 0.1 unless set."""
+    cov_share: Share | None = _by_parts("cov_share")
+    """Share of the tokens of an update that `clip_cov` (2e-4) or `kl_cov` (2e-3) acts on."""
+    cov_low: float | None = _by_parts("cov_low")
+    """Of `clip_cov`: smallest covariance of a token that may be chosen; 1 unless set."""
+    cov_high: float | None = _by_parts("cov_high")
+    """Of `clip_cov`: largest covariance of a token that may be chosen; 5 unless set."""
+    kl_cov_coef: PositiveFloat | None = _by_parts("kl_cov_coef")
+    """Of `kl_cov`: weight of the penalty; 1 unless set."""
+    loss_agg: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"] = _by_parts(
+        "loss_agg", "token_mean"
     )
-    """Largest correction weight; 2.0 unless set. Refused with `correction: none`."""
+    """Divisor: all trained tokens of the update; or the number of completions, over which each token counts fully, by
+    its completion's length, or by `sampling.max_completion_length`."""
+    kl_coef: NonNegativeFloat = Field(0.0, validation_alias=AliasChoices("kl_coef", "beta"))
+    """Weight of the penalty for leaving the reference policy; 0 without one. Also accepted as `beta`."""
+    kl_in: Literal["loss", "reward"] | None = Field(
+        default_factory=lambda data: "loss" if data.get("kl_coef") else None
+    )
+    """Where the penalty is applied; `loss` unless set."""
+    kl_estimator: Literal["k1", "k2", "k3", "full"] | None = Field(
+        default_factory=lambda data: ("k1" if data.get("kl_in") == "reward" else "k3") if data.get("kl_coef") else None
+    )
+    """How the penalty is measured: `k3` in the loss and `k1` in the reward unless set. `k1` in the loss is refused: its
+    expected gradient is zero. `full` is exact and costs a second product with the vocabulary."""
+    reference: str = Field(default_factory=lambda data: "initial" if data.get("kl_coef") else "none", min_length=1)
+    """The policy that must not be left: `initial` (the weights that the run starts from), or a model as in
+    `model.path`; with `loss: opd` the teacher. `none` where nothing needs one."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Weight of the bonus for entropy; with `entropy_target`, the weight to begin with."""
+    entropy_target: PositiveFloat | None = None
+    """Mean entropy in nats: the weight of the bonus rises by `entropy_step` after each step below it, and falls after
+    each step above."""
+    entropy_step: PositiveFloat | None = Field(
+        default_factory=lambda data: 0.005 if data.get("entropy_target") is not None else None
+    )
+    """Change of the weight per step with `entropy_target`; 0.005 unless set."""
     mask_truncated_completions: bool = False
     """Keep completions cut by the length limit out of the loss (they still count in their group's mean)."""
+    off_policy_threshold: PositiveFloat | None = None
+    """Leave out sequences with a negative advantage whose mean log-ratio of the sampling to the current policy is
+    larger (off-policy sequence masking; a usual value is 0.5)."""
+    overlong_buffer: PositiveInt | None = None
+    """Length in tokens before `sampling.max_completion_length` over which a penalty rises from 0 to
+    `overlong_penalty`."""
+    overlong_penalty: PositiveFloat | None = Field(
+        default_factory=lambda data: 1.0 if data.get("overlong_buffer") is not None else None
+    )
+    """Penalty at full length with `overlong_buffer`; 1.0 unless set."""
+    length_cost: NonNegativeFloat = 0.0
+    """Taken from the reward per sampled token."""
+    length_reward: NonNegativeFloat = 0.0
+    """Weight of a reward for answers shorter than others of their group; wrong answers can only lose by it."""
+    diversity_bonus: NonNegativeFloat = 0.0
+    """Weight of a reward for completions that share few three-token sequences with others of their group."""
 
     @model_validator(mode="after")
-    def _every_number_has_a_use(self) -> Self:
-        for key in ("clip_low", "clip_high"):
-            self._used_exactly_if(key, "loss", "ppo_clip")
-        self._used_exactly_if("correction_cap", "correction", "token_truncate")
+    def _parts_go_together(self) -> Self:
+        problems = [*self._fixed_axes(), *self._settings_without_use(), *self._regulariser_problems()]
+        if problems:
+            raise ValueError("\n".join(problems))
         return self
 
-    def _used_exactly_if(self, key: str, switch: str, needed: str) -> None:
-        value, chosen = getattr(self, key), getattr(self, switch)
-        if value is not None and chosen != needed:
-            raise ValueError(
-                f"objective.{key}={value} has no effect with objective.{switch}={chosen}; "
-                f"leave it out or set objective.{switch}: {needed}"
+    @property
+    def parts(self) -> dict[str, Part]:
+        """Axis -> the chosen part."""
+        return dict(chosen({axis: getattr(self, axis) for axis in AXES}))
+
+    def _fixed_axes(self) -> Iterator[str]:
+        for axis, part in self.parts.items():
+            for key, value in part.fixes.items():
+                found = getattr(self, key)
+                if found != value:
+                    why = " (another weight would be applied twice)" if key == "correction" else ""
+                    yield (
+                        f"objective.{key}={found} cannot be set with objective.{axis}={getattr(self, axis)}, which "
+                        f"decides it: {value}{why}; leave it out"
+                    )
+
+    def _settings_without_use(self) -> Iterator[str]:
+        parts = self.parts
+        readers: dict[str, list[str]] = {}
+        for axis, entries in AXES.items():
+            for name, part in entries.items():
+                for key in part.reads:
+                    readers.setdefault(key, []).append(f"{axis}={name}")
+        for key, who in readers.items():
+            value = getattr(self, key)
+            reading = [part for part in parts.values() if key in part.reads]
+            fixed = any(key in part.fixes for part in parts.values())
+            if not reading and not fixed and value is not None and value != default_of(key, {}, _NEUTRAL.get(key)):
+                yield (
+                    f"objective.{key}={value} has no effect with objective.loss={self.loss}, "
+                    f"objective.advantage={self.advantage}, objective.correction={self.correction}; leave it out "
+                    f"(it is read by {', '.join(who)})"
+                )
+            if reading and value is None and reading[0].reads[key] is not None:
+                yield f"objective.{key} is empty, but the objective needs it; leave it out for its default"
+
+    def _regulariser_problems(self) -> Iterator[str]:
+        needs_reference = "objective.kl_coef" if self.kl_coef else "objective.loss=opd" if self.loss == "opd" else None
+        if self.advantage == "teacher" and self.loss != "opd":
+            yield "objective.advantage=teacher belongs to objective.loss=opd; set that, or another advantage"
+        if needs_reference and self.reference == "none":
+            yield f"{needs_reference} needs a policy to compare with; set objective.reference"
+        if self.loss == "opd" and self.reference == "initial":
+            yield "objective.loss=opd needs a teacher other than the policy; set objective.reference to its path"
+        if not needs_reference and self.reference != "none":
+            yield f"objective.reference={self.reference} has no effect without objective.kl_coef; leave it out"
+        if not self.kl_coef:
+            for key in ("kl_in", "kl_estimator"):
+                if getattr(self, key) is not None:
+                    yield f"objective.{key}={getattr(self, key)} has no effect with objective.kl_coef=0; leave it out"
+        elif self.kl_in is None or self.kl_estimator is None:
+            yield "objective.kl_coef needs objective.kl_in and objective.kl_estimator; leave both out"
+        if self.kl_in == "loss" and self.kl_estimator == "k1":
+            yield (
+                "objective.kl_estimator=k1 has an expected gradient of zero in the loss: it would only add noise. Use "
+                "k2, k3 or full, or objective.kl_in=reward"
             )
-        if value is None and chosen == needed:
-            raise ValueError(
-                f"objective.{key} is empty, but objective.{switch}={chosen} needs it; leave it out for its default"
+        for key, switch in (("entropy_step", "entropy_target"), ("overlong_penalty", "overlong_buffer")):
+            if getattr(self, key) is not None and getattr(self, switch) is None:
+                yield f"objective.{key} has no effect without objective.{switch}; leave it out or set that too"
+            if getattr(self, key) is None and getattr(self, switch) is not None:
+                yield f"objective.{key} is empty, but objective.{switch} needs it; leave it out for its default"
+        if None not in (self.correction_floor, self.correction_cap) and self.correction_floor > self.correction_cap:
+            yield (
+                f"objective.correction_floor={self.correction_floor} lies above "
+                f"objective.correction_cap={self.correction_cap}; nothing would be kept"
             )
+        if None not in (self.cov_low, self.cov_high) and self.cov_low > self.cov_high:
+            yield f"objective.cov_low={self.cov_low} lies above objective.cov_high={self.cov_high}; lower it"
+
+
+_NEUTRAL = {"scale_rewards": "none"}
+"""Values that say nothing where no part reads the setting."""

@@ -1,95 +1,268 @@
-"""An objective put together from its parts: advantage x loss x correction x aggregation.
-
-The parts meet in two places. `assign_advantages` runs in the pipeline, on rewards alone. `Objective.token_losses` runs
-in the learner, on log-probabilities. Neither knows about micro-batches.
+"""An objective on the tokens of a micro-batch: loss x correction x divisor x regularisers, as a recipe puts them
+together. Where micro-batches are cut is not known here, and makes no difference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
 
-import numpy as np
+import torch
+from torch import Tensor
 
-from nearpolicy.objectives import advantages, aggregation
+from nearpolicy.objectives import aggregation, corrections, losses, regularisers
 from nearpolicy.objectives.config import ObjectiveConfig
-from nearpolicy.records import Finish, Group, Row
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from nearpolicy.objectives.corrections import Correction
+from nearpolicy.objectives.sequences import Sequences, held_back
 
 
-def assign_advantages(groups: Sequence[Group], config: ObjectiveConfig) -> tuple[Row, ...]:
-    """One `Row` per segment, in (group, sample, segment) order.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tokens:
+    """The trained tokens of one micro-batch, [N] each: all that an objective may look at."""
 
-    Tokens of unscored rollouts, and of truncated ones where the objective masks them, are not trained.
-    """
-    rows = []
-    for group in groups:
-        values = advantages.grpo(group.rewards, scale=config.scale_rewards == "group")
-        for rollout, reward, value in zip(group.rollouts, group.rewards, values, strict=True):
-            cut = config.mask_truncated_completions and rollout.finish is not Finish.STOP
-            for segment in rollout.segments:
-                trained = segment.mask & (reward is not None and not cut)
-                rows.append(
-                    Row(
-                        group=group.index,
-                        sample=rollout.sample,
-                        segment=segment,
-                        trained=trained,
-                        advantages=np.where(trained, np.float32(value), np.float32(0.0)),
-                    )
-                )
-    return tuple(rows)
+    logprobs: Tensor
+    """Of the current policy, with gradient."""
+    entropies: Tensor
+    """Nats; with gradient where the objective asked for it."""
+    proximal_logprobs: Tensor
+    """Of the policy at the start of the step."""
+    behavior_logprobs: Tensor
+    """Of the policy that sampled."""
+    advantages: Tensor
+    sequences: Sequences
+    """Tokens by rollout."""
+    staleness: Tensor | None = None
+    """Steps between the version that sampled the token and the one that trains on it."""
+    reference_logprobs: Tensor | None = None
+    reference_kl: Tensor | None = None
+    """KL from the policy to the reference over the whole vocabulary, with gradient."""
+    chosen: Tensor | None = None
+    """Bool: tokens that `Objective.choose` picked out of the whole update."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenLosses:
+    """What an objective says of N tokens."""
+
+    losses: Tensor
+    """[N] with gradient."""
+    kept: Tensor
+    """[N] bool: the others leave the sum and the divisor."""
+    named: Mapping[str, Tensor]
+    """[N] each, without gradient; their means over tokens are logged under these names."""
+
+
+class TokenObjective(Protocol):
+    """What a learner needs to know of an objective."""
+
+    skips_zero_advantage: bool
+    """Rollouts without any advantage add nothing to the loss and need no forward pass."""
+    whole_rollouts: bool
+    """All segments of a rollout must be in one micro-batch."""
+    entropy_has_gradient: bool
+
+    def token_losses(self, tokens: Tokens) -> TokenLosses: ...
+
+    def shares(self, kept: Tensor, sequences: Sequences) -> Tensor:
+        """[N] factors of the losses."""
+        ...
+
+    def divisor(self, kept: Tensor, sequences: Sequences) -> float:
+        """What these tokens add to the divisor of their update."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
 class Objective:
-    """What the learner needs to know of an objective."""
+    """The objective of a recipe."""
 
     config: ObjectiveConfig
     max_completion_length: int
+    entropy_coef: float | None = None
+    """Weight of the entropy bonus now; the recipe's where nothing has changed it."""
+    skips_zero_advantage: bool = field(init=False)
+    whole_rollouts: bool = field(init=False)
+    entropy_has_gradient: bool = field(init=False)
 
-    def shares(self, trained_tokens: Sequence[int]) -> np.ndarray:
-        """[S] share of each trained token, per sequence of one update."""
-        return aggregation.token_shares(trained_tokens, self.config.loss_agg, self.max_completion_length)
+    def __post_init__(self) -> None:
+        config, parts = self.config, self.config.parts.values()
+        rejects = any(part.rejects for part in parts)
+        # Rejected tokens leave the divisor, so all tokens have to be seen; regularisers act on all of them.
+        everywhere = rejects or config.kl_in == "loss" or self._bonus > 0 or config.entropy_target is not None
+        set_ = object.__setattr__
+        set_(self, "skips_zero_advantage", not everywhere and config.loss not in ("kimi", "kl_cov"))
+        set_(
+            self,
+            "whole_rollouts",
+            any(part.by_sequence for part in parts)
+            or config.loss_agg != "token_mean"
+            or config.off_policy_threshold is not None,
+        )
+        set_(self, "entropy_has_gradient", self._bonus > 0)
 
     @property
-    def skips_zero_advantage(self) -> bool:
-        """Tokens with advantage 0 add nothing to loss or gradient, so their forward pass can be left out."""
-        return True
+    def _bonus(self) -> float:
+        return self.config.entropy_coef if self.entropy_coef is None else self.entropy_coef
 
-    def token_losses(
-        self, logprobs: Tensor, proximal_logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """[N] losses, and [N] diagnostics whose token means are logged under their names."""
-        from nearpolicy.objectives import corrections, losses
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a reference model has to be asked, for the loss or for advantages."""
+        return self.config.reference != "none"
 
+    @property
+    def needs_full_kl(self) -> bool:
+        return self.config.kl_estimator == "full"
+
+    @property
+    def chooses(self) -> bool:
+        """Whether tokens are picked out of the whole update before the loss (`choose`)."""
+        return self.config.loss in ("clip_cov", "kl_cov")
+
+    def choose(self, logprobs: Tensor, advantages: Tensor, chances: Tensor) -> Tensor:
+        """[M] bool over all trained tokens of an update, in the order of its rows. ``chances``: [M] random numbers."""
         config = self.config
-        if config.correction == "token_truncate":
-            weights = corrections.token_truncate(proximal_logprobs, behavior_logprobs, cap=config.correction_cap)
-        else:
-            weights = corrections.no_correction(behavior_logprobs)
-        named = {"correction/weight_mean": weights}
-        if config.loss == "pg":
-            return losses.policy_gradient(logprobs, advantages, weights), named
+        covariance = losses.covariances(logprobs, advantages)
+        if config.loss == "kl_cov":
+            return losses.kl_cov_penalised(covariance, share=config.cov_share)
+        return losses.clip_cov_detached(
+            covariance, chances, low=config.cov_low, high=config.cov_high, share=config.cov_share
+        )
+
+    def token_losses(self, tokens: Tokens) -> TokenLosses:
+        proximal = tokens.proximal_logprobs
+        if self.config.proximal == "interpolated":
+            proximal = losses.interpolated_proximal(tokens.logprobs, tokens.behavior_logprobs, tokens.staleness)
+        correction = self.correction(proximal, tokens.behavior_logprobs, tokens.sequences)
+        values, named = self._policy_losses(tokens, proximal, correction.weights)
+        if self.config.off_policy_threshold is not None:
+            on = self._near_enough(tokens)
+            values = torch.where(on, values, 0.0)
+            named["policy/off_policy_share"] = (~on).float()
+        named = {
+            **named,
+            "correction/raw_mean": correction.raw,
+            "correction/weight_mean": correction.weights,
+            "correction/rejected_share": (~correction.kept).float(),
+            "policy/held_back_share": held_back(tokens.logprobs - proximal).float(),
+        }
+        if self.needs_reference and self.config.loss != "opd":
+            kl = self._kl(tokens)
+            named["policy/kl_reference"] = kl.detach()
+            if self.config.kl_in == "loss":
+                values = values + self.config.kl_coef * kl
+        if self._bonus:
+            values = values - self._bonus * tokens.entropies
+        return TokenLosses(losses=values, kept=correction.kept, named=named)
+
+    def shares(self, kept: Tensor, sequences: Sequences) -> Tensor:
+        return aggregation.shares(kept, sequences, self.config.loss_agg, self.max_completion_length)
+
+    def divisor(self, kept: Tensor, sequences: Sequences) -> float:
+        return aggregation.divisor(kept, sequences, self.config.loss_agg)
+
+    def correction(self, proximal: Tensor, behavior: Tensor, sequences: Sequences) -> Correction:
+        """[N] weights of the behaviour correction."""
+        config = self.config
+        band = {"cap": config.correction_cap, "floor": config.correction_floor}
+        match config.correction:
+            case "none":
+                return corrections.none(proximal, behavior)
+            case "token_truncate":
+                return corrections.token_truncate(proximal, behavior, **band)
+            case "token_mask":
+                return corrections.token_mask(proximal, behavior, **band, weighted=config.correction_weighted)
+            case "sequence_truncate":
+                return corrections.sequence_truncate(proximal, behavior, sequences, **band)
+            case "sequence_mask":
+                return corrections.sequence_mask(
+                    proximal, behavior, sequences, **band, weighted=config.correction_weighted
+                )
+            case "geometric_mask":
+                return corrections.geometric_mask(proximal, behavior, sequences, **band)
+        raise ValueError(f"objective.correction {config.correction!r} is not known")
+
+    def _near_enough(self, tokens: Tokens) -> Tensor:
+        return losses.off_policy_sequences_kept(
+            tokens.logprobs,
+            tokens.behavior_logprobs,
+            tokens.advantages,
+            tokens.sequences,
+            threshold=self.config.off_policy_threshold,
+        )
+
+    def _policy_losses(self, tokens: Tokens, proximal: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        config, now, advantages = self.config, tokens.logprobs, tokens.advantages
+        behavior, sequences = tokens.behavior_logprobs, tokens.sequences
         clip = {"clip_low": config.clip_low, "clip_high": config.clip_high}
-        low, high = losses.clip_shares(logprobs, proximal_logprobs, advantages, **clip)
-        named |= {"policy/clip_low_share": low.float(), "policy/clip_high_share": high.float()}
-        return losses.ppo_clip(logprobs, proximal_logprobs, advantages, weights, **clip), named
+        match config.loss:
+            case "pg" | "opd":
+                return losses.policy_gradient(now, advantages, weights), {}
+            case "ppo_clip" | "decoupled_ppo":
+                values = losses.ppo_clip(now, proximal, advantages, weights, **clip, dual_clip=config.dual_clip)
+                return values, _clip_shares(now - proximal, advantages, clip)
+            case "gspo" | "gspo_token":
+                loss = losses.gspo if config.loss == "gspo" else losses.gspo_token
+                log_s = sequences.spread(sequences.mean((now - proximal).detach()))
+                return loss(now, proximal, advantages, weights, sequences, **clip), _clip_shares(
+                    log_s, advantages, clip
+                )
+            case "gmpo":
+                return losses.gmpo(now, proximal, advantages, weights, sequences, **clip), {}
+            case "cispo":
+                low, high = losses.outside(now - behavior, **clip)
+                named = {"policy/clip_low_share": low.float(), "policy/clip_high_share": high.float()}
+                return losses.cispo(now, behavior, advantages, **clip), named
+            case "sapo":
+                gate = {
+                    "temperature_positive": config.sapo_temperature_positive,
+                    "temperature_negative": config.sapo_temperature_negative,
+                }
+                return losses.sapo(now, proximal, advantages, weights, **gate), {}
+            case "aipo":
+                return losses.aipo(now, behavior, advantages, cap=config.aipo_cap), {}
+            case "kimi":
+                return losses.kimi(now, proximal, advantages, weights, sequences, tau=config.kimi_tau), {}
+            case "dppo":
+                kept = losses.dppo_kept(now, behavior, advantages, **clip)
+                return losses.dppo(now, behavior, advantages, **clip), {"policy/outside_trust_share": (~kept).float()}
+            case "clip_cov":
+                values = losses.clip_cov(now, proximal, advantages, weights, tokens.chosen, **clip)
+                return values, _clip_shares(now - proximal, advantages, clip)
+            case "kl_cov":
+                coefficient = config.kl_cov_coef
+                return losses.kl_cov(now, proximal, advantages, weights, tokens.chosen, coefficient=coefficient), {}
+        raise ValueError(f"objective.loss {config.loss!r} is not known")
+
+    def _kl(self, tokens: Tokens) -> Tensor:
+        match self.config.kl_estimator:
+            case "k1":
+                return regularisers.k1(tokens.logprobs, tokens.reference_logprobs)
+            case "k2":
+                return regularisers.k2(tokens.logprobs, tokens.reference_logprobs)
+            case "k3":
+                return regularisers.k3(tokens.logprobs, tokens.reference_logprobs)
+        return tokens.reference_kl
+
+
+def _clip_shares(log_ratio: Tensor, advantages: Tensor, clip: Mapping[str, float]) -> dict[str, Tensor]:
+    low, high = losses.clip_shares(log_ratio, advantages, **clip)
+    return {"policy/clip_low_share": low.float(), "policy/clip_high_share": high.float()}
 
 
 @dataclass(frozen=True, slots=True)
 class Supervised:
-    """Maximum likelihood of given tokens: what a warm start trains with. Shares are those of a token mean."""
+    """Maximum likelihood of given tokens as a token mean: what a warm start trains with."""
 
-    skips_zero_advantage = False
+    skips_zero_advantage: bool = False
+    whole_rollouts: bool = False
+    entropy_has_gradient: bool = False
 
-    def shares(self, trained_tokens: Sequence[int]) -> np.ndarray:
-        return aggregation.token_shares(trained_tokens, "token_mean", 1)
+    def token_losses(self, tokens: Tokens) -> TokenLosses:
+        return TokenLosses(losses=-tokens.logprobs, kept=torch.ones_like(tokens.advantages, dtype=torch.bool), named={})
 
-    def token_losses(
-        self, logprobs: Tensor, proximal_logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        return -logprobs, {}
+    def shares(self, kept: Tensor, sequences: Sequences) -> Tensor:
+        return aggregation.shares(kept, sequences, "token_mean", 1)
+
+    def divisor(self, kept: Tensor, sequences: Sequences) -> float:
+        return aggregation.divisor(kept, sequences, "token_mean")

@@ -302,16 +302,16 @@ class SqliteStore:
             by_group[index][sample] = of_sample
         for index, attempt in attempts.items():
             self._put_fates(index, attempt, by_group[index])
-        self._put_rows(batch)
+        self._put_rows(batch.groups, report.rows or batch.rows)
 
     def _put_consumption(self, step: int, place: int | None, index: int, attempt: int) -> None:
         self._end(index, attempt, CONSUMED, f"step {step}")
         columns = "INSERT INTO consumption (step, place, admission, attempt) VALUES (?, ?, ?, ?)"
         self._run(columns, step, place, index, attempt)
 
-    def _put_rows(self, batch: Batch) -> None:
-        groups = {group.index: group for group in batch.groups}
-        for row in batch.rows:
+    def _put_rows(self, batch_groups: Sequence[Group], rows: Sequence[Row]) -> None:
+        groups = {group.index: group for group in batch_groups}
+        for row in rows:
             self._run(
                 "INSERT INTO trained_rows VALUES (?, ?, ?, ?)",
                 *(row.group, row.sample, _segment_index(groups[row.group], row)),

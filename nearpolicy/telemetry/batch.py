@@ -12,18 +12,21 @@ from nearpolicy.records import Batch, Fate, Outcome, StepReport
 def token_fates(batch: Batch, report: StepReport) -> dict[tuple[int, int], dict[Fate, int]]:
     """(admission index, sample) -> fate -> sampled tokens, for every rollout of the batch; the sums are exact."""
     fates: dict[tuple[int, int], dict[Fate, int]] = {}
-    for row in batch.rows:
+    for row in report.rows or batch.rows:
         counts = fates.setdefault((row.group, row.sample), {})
         trained = int(row.trained.sum())
         useful = int((row.trained & (row.advantages != 0)).sum())
-        skipped = useful if row.group in report.untrained else 0
         for fate, count in (
-            (Fate.TRAINED, useful - skipped),
+            (Fate.TRAINED, useful),
             (Fate.ZERO_ADVANTAGE, trained - useful),
-            (Fate.MASKED, row.segment.num_sampled - trained + skipped),
+            (Fate.MASKED, row.segment.num_sampled - trained),
         ):
             if count:
                 counts[fate] = counts.get(fate, 0) + count
+    there = {group for group, _ in fates}
+    for group in batch.groups:
+        if group.index not in there:  # it was left out of the batch, and its place stayed empty
+            fates |= {(group.index, r.sample): {Fate.FILTERED: r.num_sampled} for r in group.rollouts}
     return fates
 
 

@@ -138,11 +138,11 @@ class FixedLogits(torch.nn.Module):
         super().__init__()
         self.logits = torch.nn.Parameter(torch.tensor(logits))
 
-    def forward(self, input_ids, positions, context, rows, targets, temperature):
-        from nearpolicy.models.policy import log_softmax
+    def forward(self, input_ids, positions, context, rows, targets, temperature, **options):
+        from nearpolicy.models.policy import Scores, log_softmax
 
         logprobs = log_softmax(self.logits.expand(len(rows), -1), temperature)
-        return logprobs.gather(1, targets[:, None])[:, 0], torch.zeros(len(rows))
+        return Scores(logprobs.gather(1, targets[:, None])[:, 0], torch.zeros(len(rows)))
 
 
 def constant_row(group: int, length: int, value: float) -> Row:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -27,11 +28,11 @@ from nearpolicy.generator.sampling import sampled_logprobs
 from nearpolicy.learner.config import LearnerConfig
 from nearpolicy.learner.optimizer import MasterAdamW
 from nearpolicy.learner.schedule import learning_rate
-from nearpolicy.learner.step import TokenStats
+from nearpolicy.learner.step import NOTHING_KNOWN, TokenStats
 from nearpolicy.models.loading import resolve
-from nearpolicy.objectives.aggregation import token_shares
+from nearpolicy.objectives import aggregation
 from nearpolicy.objectives.config import ObjectiveConfig
-from nearpolicy.objectives.objective import Objective, Supervised
+from nearpolicy.objectives.objective import Objective, Supervised, TokenLosses
 from nearpolicy.records import Row
 from nearpolicy.roles import Sampling
 
@@ -40,23 +41,32 @@ class GivenLosses:
     """Every token's loss is its advantage times a parameter ``w`` that starts at 1."""
 
     skips_zero_advantage = False
+    whole_rollouts = True
+    entropy_has_gradient = False
 
     def __init__(self, loss_agg: str = "token_mean", max_length: int = 10) -> None:
         self.w = torch.nn.Parameter(torch.ones(()))
         self._loss_agg, self._max_length = loss_agg, max_length
 
-    def shares(self, trained_tokens):
-        return token_shares(trained_tokens, self._loss_agg, self._max_length)
+    def shares(self, kept, sequences):
+        return aggregation.shares(kept, sequences, self._loss_agg, self._max_length)
 
-    def token_losses(self, logprobs, proximal_logprobs, behavior_logprobs, advantages):
-        return advantages * self.w + 0.0 * logprobs, {"policy/kl_reference": advantages}
+    def divisor(self, kept, sequences):
+        return aggregation.divisor(kept, sequences, self._loss_agg)
+
+    def token_losses(self, tokens):
+        return TokenLosses(
+            losses=tokens.advantages * self.w + 0.0 * tokens.logprobs,
+            kept=torch.ones_like(tokens.advantages, dtype=torch.bool),
+            named={"policy/kl_reference": tokens.advantages},
+        )
 
 
 def loss_and_slope(objective: GivenLosses, rows, budget: int) -> tuple[float, float, TokenStats]:
     stats = TokenStats()
     own = learner(policy=FixedLogits([0.0, 0.0]), objective=objective, max_tokens_per_microbatch=budget)
-    own.forward_backward(range(len(rows)), objective, rows, None, stats)
-    return stats.loss, float(objective.w.grad), stats
+    own.forward_backward(range(len(rows)), objective, rows, NOTHING_KNOWN, stats)
+    return stats.loss, float(objective.w.grad) / stats.divisor, stats
 
 
 LAYOUTS = {"one batch": (0, 1, 100), "two micro-batches": (0, 1, 2), "B before A": (1, 0, 100)}
@@ -91,7 +101,8 @@ def update(rows, *, order=None, objective=None, **options) -> tuple[float, torch
     rows = [rows[i] for i in order] if order is not None else rows
     own = learner(objective=objective, **options)
     stats = TokenStats()
-    own.forward_backward(range(len(rows)), own.objective, rows, None, stats)
+    own.forward_backward(range(len(rows)), own.objective, rows, NOTHING_KNOWN, stats)
+    own.normalise()
     return stats.loss, gradients(own.policy), stats
 
 
@@ -143,7 +154,7 @@ def test_an_update_has_the_same_bits_with_one_and_with_two_threads(max_norm):
     for threads in (1, 2):
         torch.set_num_threads(threads)
         own = learner(folder=folder, threads=threads, max_grad_norm=max_norm)
-        own.forward_backward(range(len(rows)), own.objective, rows, None, TokenStats())
+        own.forward_backward(range(len(rows)), own.objective, rows, NOTHING_KNOWN, TokenStats())
         gradient = gradients(own.policy)
         norm = own.optim_step(1e-3)
         results.append((gradient, norm, weights(own.policy)))
@@ -159,7 +170,7 @@ def test_threads_that_come_and_go_between_microbatches_change_no_bit():
         asked = itertools.cycle(answers)
         used: list[int] = []
         own._threads_now = lambda asked=asked, used=used: used.append(next(asked)) or used[-1]
-        own.forward_backward(range(len(rows)), own.objective, rows, None, TokenStats())
+        own.forward_backward(range(len(rows)), own.objective, rows, NOTHING_KNOWN, TokenStats())
         assert used[:4] == answers and torch.get_num_threads() == used[-1]
         results.append(gradients(own.policy))
     assert torch.equal(*results)
@@ -181,8 +192,6 @@ def test_with_one_update_clipping_and_the_plain_policy_gradient_are_the_same():
 
 def on_policy(rows, own) -> list[Row]:
     """The same rows as if ``own`` had sampled them just now."""
-    from dataclasses import replace
-
     return [
         replace(row, segment=replace(row.segment, behavior_logprobs=values))
         for row, values in zip(rows, own.annotate(rows), strict=True)
@@ -192,9 +201,11 @@ def on_policy(rows, own) -> list[Row]:
 class Watching(Objective):
     """Keeps what every call was given."""
 
-    def token_losses(self, logprobs, proximal_logprobs, behavior_logprobs, advantages):
-        seen.append((logprobs.detach().clone(), proximal_logprobs.clone(), behavior_logprobs.clone()))
-        return super().token_losses(logprobs, proximal_logprobs, behavior_logprobs, advantages)
+    def token_losses(self, tokens):
+        seen.append(
+            (tokens.logprobs.detach().clone(), tokens.proximal_logprobs.clone(), tokens.behavior_logprobs.clone())
+        )
+        return super().token_losses(tokens)
 
 
 seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -257,18 +268,23 @@ def test_minibatches_divide_by_their_own_tokens():
     own = learner(minibatches=2)
     halves = [[row for row in rows if row.group == group] for group in (0, 1)]
     expected = sum(reference(model_folder(), half)[0] for half in halves)
-    stats = TokenStats()
+    found = []
     for half in ([0, 1, 2, 3], [4, 5, 6, 7]):
-        own.forward_backward(half, own.objective, rows, None, stats)
-    assert stats.loss == pytest.approx(expected, rel=1e-5)
+        stats = TokenStats()
+        own.forward_backward(half, own.objective, rows, NOTHING_KNOWN, stats)
+        found.append(stats.loss)
+    assert sum(found) == pytest.approx(expected, rel=1e-5)
+
+
+def thorough_objective() -> Objective:
+    objective = Objective(ObjectiveConfig(), 12)
+    object.__setattr__(objective, "skips_zero_advantage", False)
+    return objective
 
 
 def test_groups_without_signal_skip_the_forward_pass_and_change_nothing():
-    class Thorough(Objective):
-        skips_zero_advantage = False
-
     rows = random_rows(10, groups=4, signal=[True, False, False, True])
-    skipping, thorough = update(rows), update(rows, objective=Thorough(ObjectiveConfig(), 12))
+    skipping, thorough = update(rows), update(rows, objective=thorough_objective())
     right = reference(model_folder(), rows)  # all tokens stay in the divisor
     close(skipping, right)
     close(thorough, right)
@@ -289,8 +305,6 @@ def test_a_batch_with_nothing_to_learn_is_a_step_without_update(rows):
 
 
 def test_rows_whose_tokens_are_all_masked_do_no_harm():
-    from dataclasses import replace
-
     rows = random_rows(12)
     masked = [replace(r, trained=r.trained & False, advantages=r.advantages * 0) if r.group == 1 else r for r in rows]
     rest = [row for row in rows if row.group != 1]
@@ -300,9 +314,9 @@ def test_rows_whose_tokens_are_all_masked_do_no_harm():
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_is_counted_and_not_applied(bad):
     class Poisoned(Objective):
-        def token_losses(self, *arguments):
-            losses, named = super().token_losses(*arguments)
-            return (losses * bad if poison else losses), named
+        def token_losses(self, tokens):
+            found = super().token_losses(tokens)
+            return replace(found, losses=found.losses * bad) if poison else found
 
     own, clean = (learner(objective=Poisoned(ObjectiveConfig(), 12)) for _ in range(2))
     rows = random_rows(13)
@@ -312,10 +326,11 @@ def test_a_gradient_that_is_not_finite_is_counted_and_not_applied(bad):
     assert torch.equal(weights(own.policy), before)
     assert (report.metrics["policy/skipped_updates"], report.updates, report.version) == (1.0, 0, 1)
     assert not math.isfinite(report.metrics["policy/grad_norm"])
-    assert report.untrained == {0, 1, 2}
+    assert not any(row.trained.any() for row in report.rows)
     poison = False
     clean_report = own.step(batch_of(rows, step=1))
-    assert (clean_report.metrics["policy/skipped_updates"], clean_report.untrained) == (0.0, frozenset())
+    assert clean_report.metrics["policy/skipped_updates"] == 0.0
+    assert all(np.array_equal(row.trained, before.trained) for row, before in zip(clean_report.rows, rows, strict=True))
     clean.step(batch_of(rows))
     assert torch.equal(weights(own.policy), weights(clean.policy))  # nothing of it stays in the moments
 
@@ -325,14 +340,14 @@ def test_a_group_is_untrained_only_if_each_of_its_updates_was_skipped():
     factors = iter([math.nan, math.nan, math.nan, 1.0])
 
     class PoisonedAtTimes(Objective):
-        def token_losses(self, *arguments):
-            losses, named = super().token_losses(*arguments)
-            return losses * next(factors), named
+        def token_losses(self, tokens):
+            found = super().token_losses(tokens)
+            return replace(found, losses=found.losses * next(factors))
 
     own = learner(objective=PoisonedAtTimes(ObjectiveConfig(), 12), num_iterations=2, minibatches=2)
     report = own.step(batch_of(random_rows(13, groups=4)))
     assert (report.metrics["policy/skipped_updates"], report.updates) == (3.0, 1)
-    assert report.untrained == {0, 1}
+    assert {row.group for row in report.rows if not row.trained.any()} == {0, 1}
 
 
 def test_engine_and_learner_score_a_token_under_the_same_temperature():
@@ -372,9 +387,9 @@ def test_supervised_loss_is_the_mean_negative_log_likelihood():
 
 def test_a_supervised_step_whose_gradient_is_not_finite_ends_the_run():
     class Infinite(Supervised):
-        def token_losses(self, *arguments):
-            losses, named = super().token_losses(*arguments)
-            return losses * math.inf, named
+        def token_losses(self, tokens):
+            found = super().token_losses(tokens)
+            return replace(found, losses=found.losses * math.inf)
 
     with pytest.raises(NearpolicyError, match=r"over 12 rows is not finite.*warm_start\.learning_rate"):
         learner().supervised_step(random_rows(15), Infinite(), 1e-2)

@@ -22,8 +22,9 @@ from nearpolicy.learner.step import PolicyLearner
 from nearpolicy.models.loading import load_policy, resolve
 from nearpolicy.models.numerics import Numerics
 from nearpolicy.models.weights import digests, named_weights
+from nearpolicy.objectives.assign import assign_advantages
 from nearpolicy.objectives.config import ObjectiveConfig
-from nearpolicy.objectives.objective import Objective, assign_advantages
+from nearpolicy.objectives.objective import Objective
 from nearpolicy.pipeline import Pipeline
 from nearpolicy.records import Admission, Batch, Group, Prompt, Rollout, Verdict
 from nearpolicy.roles import Request, Sampling
