@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,9 +13,11 @@ from hypothesis import strategies as st
 
 from nearpolicy.objectives import aggregation, corrections, losses
 from nearpolicy.objectives.advantages import grpo
+from nearpolicy.objectives.assign import assign_advantages
 from nearpolicy.objectives.config import ObjectiveConfig
 from nearpolicy.objectives.diagnostics import mismatch
-from nearpolicy.objectives.objective import Objective, assign_advantages
+from nearpolicy.objectives.objective import Objective, Tokens
+from nearpolicy.objectives.sequences import Sequences
 from nearpolicy.records import Admission, Batch, Fate, Finish, Group, Prompt, Rollout, Segment, StepReport
 from nearpolicy.telemetry.batch import batch_metrics, token_fates
 
@@ -100,8 +103,7 @@ def test_masked_truncated_completions_leave_sum_and_divisor_but_not_their_groups
     trained = [int(row.trained.sum()) for row in rows]
     assert trained == [4, 4, 0]
     assert rows[0].advantages.tolist() == [0.5] * 4
-    shares = Objective(config, 10).shares(trained)
-    assert sum(n * share * 0.5 for n, share in zip(trained, shares, strict=True)) == 0.5
+    assert mean_of(Objective(config, 10), trained, [0.5, 0.5, 0.5]) == 0.5
     batch = Batch(step=0, places=1, groups=(group,), rows=rows)
     assert token_fates(batch, REPORT)[(0, 2)] == {Fate.MASKED: 8}
     assert batch.num_tokens == 8
@@ -132,7 +134,13 @@ def test_observations_between_sampled_tokens_have_no_advantage_and_no_fate():
 def test_tokens_whose_update_was_skipped_are_not_told_as_trained():
     groups = (group_of(0, [1.0, 0.0, 0.5]), group_of(1, [1.0, 0.0]))
     batch = Batch(step=0, places=2, groups=groups, rows=assign_advantages(groups, ObjectiveConfig()))
-    report = StepReport(version=1, updates=1, metrics={}, untrained=frozenset({0}))
+    skipped = tuple(
+        replace(row, trained=row.trained & False, advantages=row.advantages * 0)
+        if row.group == 0 and row.advantages.any()
+        else row
+        for row in batch.rows
+    )
+    report = StepReport(version=1, updates=1, metrics={}, rows=skipped)
     assert token_fates(batch, report) == {
         (0, 0): {Fate.MASKED: 2},
         (0, 1): {Fate.MASKED: 2},
@@ -156,24 +164,54 @@ def test_advantages_are_finite_sum_to_zero_and_have_spread_one_or_none(rewards):
     assert np.std(values[scored], ddof=1) == pytest.approx(1.0) if differ else not values.any()
 
 
+def mean_of(objective: Objective, lengths, values) -> float:
+    """The loss of sequences of these lengths whose tokens have one value each."""
+    sequences = Sequences.of_lengths(lengths)
+    kept = torch.ones(sum(lengths), dtype=torch.bool)
+    total = objective.shares(kept, sequences).double() @ torch.repeat_interleave(
+        torch.tensor(values, dtype=torch.float64), torch.tensor(lengths)
+    )
+    return float(total) / objective.divisor(kept, sequences)
+
+
 @pytest.mark.parametrize(
-    ("loss_agg", "right"), [("token_mean", 1.75), ("seq_mean_token_mean", 2.5), ("seq_mean_token_sum_norm", 0.7)]
+    ("loss_agg", "right"),
+    [
+        ("token_mean", 1.75),
+        ("seq_mean_token_mean", 2.5),
+        ("seq_mean_token_sum", 7.0),
+        ("seq_mean_token_sum_norm", 0.7),
+    ],
 )
 def test_shares_give_the_documented_means(loss_agg, right):
-    shares = aggregation.token_shares([6, 2], loss_agg, 10)
-    assert 6 * shares[0] * 1.0 + 2 * shares[1] * 4.0 == pytest.approx(right, abs=1e-12)
+    objective = Objective(ObjectiveConfig(loss_agg=loss_agg), 10)
+    assert mean_of(objective, [6, 2], [1.0, 4.0]) == pytest.approx(right, abs=1e-6)
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=10))
-def test_shares_of_the_means_add_up_to_one_over_trained_tokens(tokens):
+def test_shares_of_the_means_add_up_to_one_over_trained_tokens(lengths):
     for loss_agg in ("token_mean", "seq_mean_token_mean"):
-        total = sum(n * share for n, share in zip(tokens, aggregation.token_shares(tokens, loss_agg, 1), strict=True))
-        assert total == pytest.approx(1.0 if any(tokens) else 0.0)
+        if any(lengths):
+            found = mean_of(Objective(ObjectiveConfig(loss_agg=loss_agg), 10), lengths, [1.0] * len(lengths))
+            assert found == pytest.approx(1.0)
 
 
 def test_an_unknown_divisor_is_refused_by_name():
     with pytest.raises(ValueError, match="'mean'"):
-        aggregation.token_shares([1], "mean", 1)
+        aggregation.shares(torch.ones(1, dtype=torch.bool), Sequences.of_lengths([1]), "mean", 1)
+
+
+def token_losses(config: ObjectiveConfig, now, proximal, behavior, advantages) -> tuple[torch.Tensor, dict]:
+    tokens = Tokens(
+        logprobs=now,
+        entropies=torch.zeros_like(now),
+        proximal_logprobs=proximal,
+        behavior_logprobs=behavior,
+        advantages=advantages,
+        sequences=Sequences.of_lengths([len(now)]),
+    )
+    found = Objective(config, 10).token_losses(tokens)
+    return found.losses, found.named
 
 
 def tensors(*columns) -> list[torch.Tensor]:
@@ -183,11 +221,11 @@ def tensors(*columns) -> list[torch.Tensor]:
 def test_the_decoupled_loss_takes_weight_and_ratio_at_the_right_versions():
     # Engine -1.0, learner at the start of the step -0.7, now -0.2, advantage 1, clip 0.2, cap 2.
     now, proximal, behavior, advantage = tensors([-0.2], [-0.7], [-1.0], [1.0])
-    weight = corrections.token_truncate(proximal, behavior, cap=2.0)
+    weight = corrections.token_truncate(proximal, behavior, cap=2.0).weights
     assert float(weight) == pytest.approx(1.349859, abs=1e-6)
     assert float((now - proximal).exp()) == pytest.approx(1.648721, abs=1e-6)
-    objective = Objective(ObjectiveConfig(clip_low=0.2, clip_high=0.2, correction_cap=2.0), 10)
-    loss, named = objective.token_losses(now, proximal, behavior, advantage)
+    config = ObjectiveConfig(clip_low=0.2, clip_high=0.2, correction_cap=2.0)
+    loss, named = token_losses(config, now, proximal, behavior, advantage)
     assert float(loss) == pytest.approx(-1.619831, abs=1e-6)
     assert float(named["correction/weight_mean"]) == pytest.approx(1.349859, abs=1e-6)
     assert float(named["policy/clip_high_share"]) == 1.0
@@ -201,7 +239,7 @@ def test_clipping_follows_the_sign_of_the_advantage_with_two_bounds():
     assert loss.tolist() == pytest.approx([-1.28, 0.8, -0.5, 1.5, -1.1, 0.9])
     loss.sum().backward()
     assert now.grad.tolist() == pytest.approx([0.0, 0.0, -0.5, 1.5, -1.1, 0.9])
-    low, high = losses.clip_shares(now, zeros, advantages, clip_low=0.2, clip_high=0.28)
+    low, high = losses.clip_shares(now, advantages, clip_low=0.2, clip_high=0.28)
     assert low.tolist() == [False, True, False, False, False, False]
     assert high.tolist() == [True, False, False, False, False, False]
 
@@ -209,16 +247,17 @@ def test_clipping_follows_the_sign_of_the_advantage_with_two_bounds():
 def test_the_correction_is_truncated_has_no_gradient_and_survives_distant_policies():
     proximal, behavior = tensors([-1.0, -1.0, -1.0], [-1.1, -6.0, -400.0])
     proximal.requires_grad_()
-    weights = corrections.token_truncate(proximal, behavior, cap=2.0)
+    weights = corrections.token_truncate(proximal, behavior, cap=2.0).weights
     assert weights.tolist() == pytest.approx([math.exp(0.1), 2.0, 2.0])
     assert not weights.requires_grad
-    assert corrections.token_truncate(proximal, behavior, cap=1e30)[2] == pytest.approx(1e30)
+    unbounded = corrections.token_truncate(proximal, behavior, cap=math.inf).weights
+    assert float(unbounded[2]) == pytest.approx(math.exp(20.0))  # where exponentials are held
 
 
 def test_equal_policies_give_plain_reinforce():
     now, advantages = tensors([-0.3, -2.0], [1.5, -0.5])
     now.requires_grad_()
-    loss, _ = Objective(ObjectiveConfig(loss="pg"), 10).token_losses(now, now.detach(), now.detach(), advantages)
+    loss, _ = token_losses(ObjectiveConfig(loss="pg"), now, now.detach(), now.detach(), advantages)
     assert loss.tolist() == pytest.approx([0.45, -1.0])
     loss.sum().backward()
     assert now.grad.tolist() == [-1.5, 0.5]
@@ -226,9 +265,8 @@ def test_equal_policies_give_plain_reinforce():
 
 def test_without_correction_the_gap_is_not_multiplied_in():
     now, behavior, advantages = tensors([-0.7], [-1.0], [1.0])
-    loss, named = Objective(ObjectiveConfig(loss="pg", correction="none"), 10).token_losses(
-        now, now, behavior, advantages
-    )
+    config = ObjectiveConfig(loss="pg", correction="none")
+    loss, named = token_losses(config, now, now, behavior, advantages)
     assert (float(loss), float(named["correction/weight_mean"])) == (pytest.approx(0.7), 1.0)
 
 
