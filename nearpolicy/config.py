@@ -134,15 +134,26 @@ def contradictions(config: RunConfig) -> Iterator[str]:
             f"queue.prompts_per_step={queue.prompts_per_step} cannot be cut into "
             f"learner.minibatches={learner.minibatches} equal parts; make it a multiple"
         )
-    if objective.advantage == "grpo" and sampling.num_generations < 2:
+    smallest = objective.parts["advantage"].smallest_group
+    if sampling.num_generations < smallest:
         yield (
-            "sampling.num_generations=1 leaves objective.advantage=grpo nothing to compare with, "
-            "every advantage would be 0; use at least 2"
+            f"sampling.num_generations={sampling.num_generations} leaves objective.advantage={objective.advantage} "
+            f"nothing to compare with, every advantage would be 0; use at least {smallest}"
         )
-    if objective.loss == "pg" and learner.updates_per_step > 1:
+    if objective.pass_k is not None and objective.pass_k > sampling.num_generations:
         yield (
-            f"objective.loss=pg is right for one update per step, but learner.num_iterations x learner.minibatches is "
-            f"{learner.updates_per_step}; use objective.loss=ppo_clip, or set both to 1"
+            f"objective.pass_k={objective.pass_k} asks for more completions than a group has, "
+            f"sampling.num_generations={sampling.num_generations}; lower it"
+        )
+    if objective.parts["loss"].one_update and learner.updates_per_step > 1:
+        yield (
+            f"objective.loss={objective.loss} is right for one update per step, but learner.num_iterations x "
+            f"learner.minibatches is {learner.updates_per_step}; use objective.loss=ppo_clip, or set both to 1"
+        )
+    if objective.overlong_buffer is not None and objective.overlong_buffer > sampling.max_completion_length:
+        yield (
+            f"objective.overlong_buffer={objective.overlong_buffer} is longer than "
+            f"sampling.max_completion_length={sampling.max_completion_length}; lower it"
         )
     longest = sampling.max_prompt_length + sampling.max_completion_length
     if longest > learner.max_tokens_per_microbatch:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from nearpolicy.records import Batch, Group, Row, StepReport
 from nearpolicy.roles import Environment, Learner, RolloutQueue, RunStore, Telemetry, WeightSync
-from nearpolicy.telemetry.batch import batch_metrics, step_times, token_fates
+from nearpolicy.telemetry.batch import batch_metrics, group_losses, step_times, token_fates
 
 Assemble = Callable[[Sequence[Group]], tuple[Row, ...]]
 """Groups of a step -> rows with reward-only advantages."""
@@ -65,7 +65,7 @@ class Pipeline:
 
     async def _learn(self) -> None:
         unpublished: int | None = None
-        failed_before = 0
+        failed_before = filtered_before = 0
         for step in range(self.first_step, self.num_steps):
             begin = time.monotonic()
             groups = await self.queue.take(self.prompts_per_step)
@@ -82,9 +82,9 @@ class Pipeline:
                 await self._publish(report.version)
                 unpublished = None
             times = step_times(batch, waited, time.monotonic() - begin)
-            failed = {"batch/failed_groups": float(self.queue.num_failed - failed_before)}
-            failed_before = self.queue.num_failed
-            self.telemetry.log_step(step, {**batch_metrics(batch), **failed, **report.metrics, **times})
+            lost = group_losses(batch, self.queue.num_failed - failed_before, self.queue.num_filtered - filtered_before)
+            failed_before, filtered_before = self.queue.num_failed, self.queue.num_filtered
+            self.telemetry.log_step(step, {**batch_metrics(batch), **lost, **report.metrics, **times})
             if await self.after_step(report):
                 break
         if unpublished is not None:  # the run ended between two publications

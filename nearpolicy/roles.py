@@ -192,6 +192,8 @@ class RolloutQueue(Protocol):
 
     num_failed: int
     """Groups given up as failed since the start of the run."""
+    num_filtered: int
+    """Groups left out for their rewards, and replaced by later ones, since the start of the run."""
 
     async def reserve(self) -> Slot | None:
         """Waits while generation is far enough ahead; None when no admission is left."""

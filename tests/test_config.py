@@ -71,7 +71,8 @@ def test_unknown_key_on_the_command_line_names_the_override(load):
         ("objective: {epsilon_high: 0.3}\n", "`epsilon_high` is called `objective.clip_high` here"),
         ("learner: {lr: 1e-5}\n", "`lr` is called `learner.learning_rate` here"),
         ("rollout: {n: 8}\n", "`rollout.n` is called `sampling.num_generations` here"),
-        ("objective: {beta: 0.1}\n", "this version has no penalty to a reference policy"),
+        ("objective: {entropy_coeff: 0.1}\n", "`entropy_coeff` is called `objective.entropy_coef` here"),
+        ("generator: {oversample: 1.5}\n", "this version has no over-provisioned generation"),
     ],
 )
 def test_foreign_spelling_gets_its_name_here(load, written, named):

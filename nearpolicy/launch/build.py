@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from nearpolicy.config import RunConfig
-from nearpolicy.errors import ConfigError
+from nearpolicy.errors import ConfigError, ModelError
 from nearpolicy.evaluate.evaluator import Evaluator, HeldOut
 from nearpolicy.generator.engine import Engine, EngineLimits
 from nearpolicy.generator.runner import EngineRunner
@@ -167,18 +167,38 @@ def start_learner(
     if config.learner.threads is None and usual < engine.all_threads:
         threads = engine.all_threads
         threads_now = lambda: threads if runner.is_idle else usual  # noqa: E731
+    own = load_policy(language.folder, getattr(torch, config.model.dtype), pick_device(), known_to_fit=True)
     learner = PolicyLearner(
-        load_policy(language.folder, getattr(torch, config.model.dtype), pick_device(), known_to_fit=True),
+        own,
         Objective(config.objective, config.sampling.max_completion_length),
         config.learner,
         numerics,
         temperature=config.sampling.temperature,
         total_steps=config.run.steps,
+        reference=_reference(config, language, own),
+        seed=config.run.seed,
         threads=threads,
         threads_now=threads_now,
         on_event=on_event,
     )
     return LearnerInThread(learner, RoleThread("learner", threads))
+
+
+def _reference(config: RunConfig, language: Language, policy: PolicyModel) -> PolicyModel | None:
+    """The policy that the objective compares with; `ModelError` if it speaks of other tokens."""
+    name, dtype, device = config.objective.reference, getattr(torch, config.model.dtype), pick_device()
+    if name == "none":
+        return None
+    if name == "initial":
+        return load_policy(language.folder, dtype, device, known_to_fit=True).requires_grad_(False)
+    reference = load_policy(resolve(name), dtype, device).requires_grad_(False)
+    theirs, ours = (model.config.get_text_config().vocab_size for model in (reference, policy))
+    if theirs != ours:
+        raise ModelError(
+            f"objective.reference {name} has a vocabulary of {theirs} tokens and the policy one of {ours}; "
+            "log-probabilities can only be compared token by token: name a model with the same tokenizer"
+        )
+    return reference
 
 
 def _threads(section: str, usual: int, wanted: int | None, numerics: Numerics, say: Callable[[str], None]) -> int:
@@ -217,10 +237,13 @@ def memory_by_owner(engine: Engine, learner: PolicyLearner) -> dict[str, float]:
     """MiB of what the two roles hold for the whole run, by the owners that `sizes.memory_by_owner` estimates for."""
     mib = 2**20
     weights = sum(p.nbytes for p in learner.policy.parameters()) / mib
-    return {
+    owners = {
         "engine: weights": sum(p.nbytes for p in engine.policy.parameters()) / mib,
         "engine: keys and values": engine.kv_bytes / mib,
         "learner: weights": weights,
         "learner: gradients": weights,
         "learner: AdamW": 2 * sum(4 * p.numel() for p in learner.policy.parameters()) / mib,
     }
+    if learner.reference is not None:
+        owners["learner: reference"] = sum(p.nbytes for p in learner.reference.parameters()) / mib
+    return owners

@@ -55,7 +55,7 @@ def refuse(config: RunConfig, *, makes_run: bool) -> ModelShape | None:
     model's shape, or None if it lies on a hub and has not been fetched.
     """
     from nearpolicy.errors import ConfigError, UserError
-    from nearpolicy.launch.sizes import model_shape
+    from nearpolicy.launch.sizes import model_shape, reference_shape
     from nearpolicy.store.folder import refuse_unusable
     from nearpolicy.tasks.sources import check_exists
 
@@ -66,6 +66,10 @@ def refuse(config: RunConfig, *, makes_run: bool) -> ModelShape | None:
         problems.append(str(error))
     if shape is not None:
         problems += _model_problems(config, shape)
+        try:
+            reference_shape(config, shape)
+        except UserError as error:
+            problems.append(str(error))
     looks = [partial(check_exists, task.source) for task in config.tasks]
     if makes_run and config.run.dir is not None:
         looks.append(partial(refuse_unusable, config.run.dir))
@@ -139,6 +143,11 @@ def _run(config: RunConfig) -> Lines:
     yield "numerics", config.numerics
     yield "order", "synchronous" if config.queue.max_staleness == 0 else f"asynchronous, order {config.queue.order}"
     yield "objective", f"{objective.advantage}, {objective.loss}, correction {objective.correction}"
+    if objective.kl_coef:
+        kl = f"{objective.kl_coef:g} x {objective.kl_estimator} in the {objective.kl_in}"
+        yield "reference", f"{objective.reference}, {kl}: one more forward pass per step"
+    elif objective.reference != "none":
+        yield "teacher", f"{objective.reference}: one more forward pass per step"
     for task in config.tasks:
         rewards = ", ".join(f"{reward.weight:g} x {reward.source}" for reward in task.rewards)
         yield f"task {task.name}", f"{task.weight / total:.0%} of prompts, held out {task.held_out}, reward {rewards}"

@@ -18,10 +18,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nearpolicy.config import RunConfig, dump_resolved
-from nearpolicy.errors import first_error
+from nearpolicy.errors import RolloutsError, first_error
 from nearpolicy.launch.sizes import versions
 from nearpolicy.machine import peak_memory_mb
-from nearpolicy.records import Fate, StepReport
+from nearpolicy.records import Fate, Group, StepReport
 from nearpolicy.store.folder import RunFolder, create_run_folder
 from nearpolicy.store.reader import RunReader
 from nearpolicy.store.writer import SqliteStore
@@ -126,7 +126,12 @@ class Session:
         before = await self._evaluate_alone(0)
         begin = time.monotonic()
         if not self.stop_requested:
-            await self._pipeline().run()
+            try:
+                await self._pipeline().run()
+            except BaseExceptionGroup as errors:
+                if isinstance(first_error(errors), RolloutsError):
+                    await self._save()  # what was learnt so far; another setting may go on from there
+                raise
         wall_s = time.monotonic() - begin
         steps = self.learner.inner.version
         await self._save()  # first of all: the evaluation may take long, and a person may not wait for it
@@ -166,6 +171,8 @@ class Session:
             seed=config.run.seed,
             num_groups=config.run.steps * limits.prompts_per_step,
             stall_timeout_s=limits.stall_timeout_s,
+            left_out=self._left_out if limits.dynamic_sampling else None,
+            max_rounds=limits.max_rounds or 0,
             on_event=partial(self.telemetry.event, "queue"),
         )
         return Pipeline(
@@ -179,6 +186,7 @@ class Session:
                 assign_advantages,
                 config=config.objective,
                 max_completion_length=config.sampling.max_completion_length,
+                left_out=self._left_out,
             ),
             after_step=self._after_step,
             num_steps=config.run.steps,
@@ -186,6 +194,17 @@ class Session:
             num_slots=limits.num_slots,
             weight_sync_steps=config.sync.weight_sync_steps,
         )
+
+    def _left_out(self, group: Group) -> str | None:
+        """Why a group is left out for its rewards, as the recipe has it; None if it is not."""
+        from nearpolicy.objectives import shaping
+
+        limits, reason = self.config.queue, None
+        if limits.drop_zero_variance_groups or limits.dynamic_sampling:
+            reason = shaping.zero_variance_reason(group.rewards)
+        if reason is None and limits.max_pass_rate is not None:
+            reason = shaping.pass_rate_reason(group.rewards, too_easy_from=limits.max_pass_rate)
+        return reason
 
     async def _warm_start(self) -> None:
         from nearpolicy.launch.warm_start import supervised_batches
@@ -199,7 +218,7 @@ class Session:
             if self.stop_requested:
                 break
             losses.append(await self.learner.call(learner.supervised_step, rows, Supervised(), config.learning_rate))
-        learner.forget_optimizer()
+        learner.begin()
         if losses:
             self.say(f"warm start: {len(losses)} supervised steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}")
 

@@ -43,19 +43,19 @@ class ModelShape:
     """Longest sequence the model was made for."""
 
 
-def model_shape(model: ModelConfig) -> ModelShape | None:
+def model_shape(model: ModelConfig, key: str = "model.path") -> ModelShape | None:
     """The shape of a recipe's model; None if it lies on a hub and has not been fetched yet.
 
-    `ModelError` names ``model.path``, also for a broken file, whose reading may raise anything.
+    `ModelError` names the ``key`` that the model stands under, for a broken file too, whose reading may raise anything.
     """
     try:
         return _model_shape(model)
-    except ModelError:
-        raise
+    except ModelError as error:
+        raise ModelError(str(error).replace("model.path", key, 1)) from None
     except Exception as error:
         lacks = f"it does not say {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
         raise ModelError(
-            f"model.path {model.path}: the model's size cannot be read ({lacks[:300]}); "
+            f"{key} {model.path}: the model's size cannot be read ({lacks[:300]}); "
             "name a model whose config.json (or GGUF header) is whole and of the usual form"
         ) from error
 
@@ -142,7 +142,7 @@ def memory_by_owner(config: RunConfig, shape: ModelShape) -> dict[str, float]:
     layer = 6 * shape.hidden + 2 * (shape.hidden + shape.kv_width) + 4 * shape.intermediate
     kept = shape.layers * shape.hidden + layer if config.learner.activation_checkpointing else shape.layers * layer
     head = 2 * min(tokens, HEAD_CHUNK) * shape.vocabulary * 4 / MB
-    return {
+    owners = {
         "learner: weights": weights,
         "learner: gradients": weights,
         "learner: AdamW": optimizer,
@@ -150,6 +150,17 @@ def memory_by_owner(config: RunConfig, shape: ModelShape) -> dict[str, float]:
         "engine: weights": weights,
         "engine: keys and values": kv,
     }
+    if (reference := reference_shape(config, shape)) is not None:
+        owners["learner: reference"] = reference.parameters * size / MB
+    return owners
+
+
+def reference_shape(config: RunConfig, policy: ModelShape) -> ModelShape | None:
+    """The shape of the policy that the objective compares with; None without one, or if it is not here yet."""
+    name = config.objective.reference
+    if name in ("none", "initial"):
+        return policy if name == "initial" else None
+    return model_shape(ModelConfig(path=name), "objective.reference")
 
 
 def available_memory_mb() -> float | None:

@@ -27,7 +27,7 @@ from nearpolicy.learner.schedule import learning_rate
 from nearpolicy.models.numerics import Numerics
 from nearpolicy.models.policy import PolicyModel, Scores
 from nearpolicy.models.rows import RowContext
-from nearpolicy.models.weights import digests, fingerprint, named_weights
+from nearpolicy.models.weights import digests, fingerprint, load_weights, named_weights
 from nearpolicy.objectives import regularisers
 from nearpolicy.objectives.assign import Annotations, assign_advantages, needs_annotations
 from nearpolicy.objectives.diagnostics import mismatch
@@ -251,9 +251,11 @@ class PolicyLearner:
             )
         return stats.loss
 
-    def forget_optimizer(self) -> None:
-        """Begin version 0 with fresh moments: those of a warm start belong to another loss."""
+    def begin(self) -> None:
+        """Take the weights of now for version 0: fresh moments, since those of a warm start belong to another loss."""
         self.optimizer = MasterAdamW(self.policy, self.config)
+        if self.reference is not None and self.objective.config.reference == "initial":
+            load_weights(self.reference.model, named_weights(self.policy.model))
 
     def weights(self, parent: int | None) -> Weights:
         """What there is to publish; the tensors are the live ones, so publish before the next step."""

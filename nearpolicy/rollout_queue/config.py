@@ -22,6 +22,18 @@ class QueueConfig(ConfigModel):
     run can then be repeated bit for bit; above it which weights sample a token depends on time, and only what was
     recorded can be trained on again. `ready`: finished groups go first as far as the bound allows; faster with
     stragglers."""
+    drop_zero_variance_groups: bool = False
+    """Leave groups whose scored completions all have one reward out of the batch. Their place stays empty; the divisor
+    counts what is left."""
+    max_pass_rate: float | None = Field(None, gt=0, le=1)
+    """Leave groups out, in the same way, whose share of right completions (reward 1 or more) is this or higher."""
+    dynamic_sampling: bool = False
+    """Fill the places of groups that are left out, those without spread among them, with groups of later prompts."""
+    max_rounds: PositiveInt | None = Field(
+        default_factory=lambda others: 10 if others.get("dynamic_sampling") else None
+    )
+    """With `dynamic_sampling`: the groups of a step are sought among this many times `prompts_per_step` prompts. If
+    they do not suffice the run saves its state and stops. 10 unless set."""
     rollout_timeout_s: PositiveFloat = 600.0
     """Bound on one attempt at a prompt, generation and verification together."""
     rollout_retries: NonNegativeInt = 1
@@ -42,6 +54,24 @@ class QueueConfig(ConfigModel):
                 f"rollout_timeout_s * (1 + rollout_retries) = {longest:g} s; raise it, or leave it out"
             )
         return self
+
+    @model_validator(mode="after")
+    def _rounds_belong_to_dynamic_sampling(self) -> Self:
+        if not self.dynamic_sampling and self.max_rounds is not None:
+            raise ValueError(
+                f"queue.max_rounds={self.max_rounds} has no effect without queue.dynamic_sampling; leave it out"
+            )
+        if self.dynamic_sampling and (self.max_rounds or 0) <= self.max_staleness:
+            raise ValueError(
+                f"queue.max_rounds={self.max_rounds} would keep generation from running queue.max_staleness="
+                f"{self.max_staleness} steps ahead; use at least {self.max_staleness + 1}"
+            )
+        return self
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether any group may be left out for its rewards."""
+        return self.drop_zero_variance_groups or self.dynamic_sampling or self.max_pass_rate is not None
 
     @property
     def num_slots(self) -> int:

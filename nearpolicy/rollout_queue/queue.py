@@ -11,6 +11,7 @@ close                 never waits                        the end: nothing more i
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from nearpolicy.errors import RolloutsError, StandstillError
@@ -36,9 +37,23 @@ class StalenessBoundedQueue:
         seed: int,
         num_groups: int | None = None,
         stall_timeout_s: float = 900.0,
+        left_out: Callable[[Group], str | None] | None = None,
+        max_rounds: int = 10,
         on_event: Callable[..., None] | None = None,
     ) -> None:
-        """``num_groups``: groups the run needs in all; no more are admitted, but for those given up."""
+        """``num_groups``: groups the run needs in all; no more are admitted, but for those given up.
+
+        ``left_out``: dynamic sampling. Groups it gives a reason for end as filtered and later prompts take their place,
+        as long as the next batch is found among ``max_rounds`` times its size consecutive admissions.
+        """
+        self._left_out = left_out or (lambda group: None)
+        self._max_rounds = None if left_out is None else max_rounds
+        self._search_from = 0
+        """First admission that may belong to the next batch."""
+        self._reasons: Counter[str] = Counter()
+        """Of the groups filtered since the last batch."""
+        self.num_filtered = 0
+        """Groups filtered since the start of the run."""
         self._ledger = ledger
         self._prompts = prompts
         self._store = store
@@ -87,6 +102,13 @@ class StalenessBoundedQueue:
             self._last_failure = group.failure
             self._store.discarded(group, Fate.FAILED, group.failure)
             self._emit("fail", admission=index, reason=group.failure)
+        elif (reason := self._left_out(group)) is not None:
+            self._failed_in_a_row = 0
+            self._ledger.drop(index)
+            self.num_filtered += 1
+            self._reasons[reason] += 1
+            self._store.discarded(group, Fate.FILTERED, reason)
+            self._emit("filter", admission=index, reason=reason)
         else:
             self._failed_in_a_row = 0
             self._ledger.ready(index, group.oldest_version)
@@ -100,7 +122,12 @@ class StalenessBoundedQueue:
         try:
             async with asyncio.timeout(self._stall_timeout_s):
                 await self._until(
-                    lambda: self._ledger.batch(count) is not None or self._nothing_follows or self._is_hopeless
+                    lambda: (
+                        self._ledger.batch(count) is not None
+                        or self._nothing_follows
+                        or self._is_hopeless
+                        or self._is_searched
+                    )
                 )
         except TimeoutError:
             raise StandstillError(self._who_waits(count)) from None
@@ -109,10 +136,20 @@ class StalenessBoundedQueue:
                 f"{self._failed_in_a_row} groups in a row failed, the last because: {self._last_failure}"
             )
         indices = self._ledger.batch(count)
+        if indices is None and self._is_searched and not self._nothing_follows:
+            raise RolloutsError(
+                f"{self._ledger.next_index - self._search_from} prompts gave {len(self._groups)} of the {count} groups "
+                f"of a step (queue.max_rounds={self._max_rounds}); the others were left out: "
+                + ", ".join(f"{n} {reason}" for reason, n in self._reasons.most_common())
+            )
         if indices is None:
             indices = sorted(self._groups)
         self._ledger.consume(indices)
         self._emit("take", groups=len(indices))
+        left = [*self._ledger.indices(State.RUNNING), *self._ledger.indices(State.READY)]
+        self._search_from = min(left, default=self._ledger.next_index)
+        self._reasons.clear()
+        self._changed.set()
         return [self._groups.pop(index) for index in indices]
 
     def complete(self, step: int) -> None:
@@ -156,8 +193,21 @@ class StalenessBoundedQueue:
 
     @property
     def _more_are_needed(self) -> bool:
-        given_up = self.num_failed + self.num_expired
-        return self._num_groups is None or self._ledger.next_index - given_up < self._num_groups
+        given_up = self.num_failed + self.num_expired + self.num_filtered
+        wanted = self._num_groups is None or self._ledger.next_index - given_up < self._num_groups
+        return wanted and not self._window_is_used_up
+
+    @property
+    def _window_is_used_up(self) -> bool:
+        """Whether the next batch may not be sought any further."""
+        if self._max_rounds is None:
+            return False
+        return self._ledger.next_index >= self._search_from + self._max_rounds * self._ledger.prompts_per_step
+
+    @property
+    def _is_searched(self) -> bool:
+        """No further prompt may be asked for the next batch, and none is running."""
+        return self._window_is_used_up and self._ledger.count(State.RUNNING) == 0
 
     @property
     def _is_hopeless(self) -> bool:

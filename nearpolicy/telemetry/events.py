@@ -34,6 +34,7 @@ EVENT_KINDS: Mapping[str, tuple[str, str, str]] = {
     "verify": ("verifier", "queue_s, scored, abstained, failed", "* one rollout judged; its wait; sources by outcome"),
     "ready": ("queue", "", "a group is complete"),
     "fail": ("queue", "reason", "a group was given up"),
+    "filter": ("queue", "reason", "a group was left out for its rewards"),
     "take": ("queue", "groups", "a step took its groups"),
     "annotate": ("learner", "", "* log-probabilities at the start of a step"),
     "forward_backward": ("learner", "", "* the gradient of one update"),
