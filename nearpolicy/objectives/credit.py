@@ -3,14 +3,15 @@
 Promise: time is counted in trained tokens. A row has T positions; ``mask_T`` is True where the policy chose the token,
 and the others (observations, tool output, padding) are stepped over as if they were not there:
 
-    position   0  1  2  3  4  5            an observation between two turns costs no discount, and whatever stands
-    mask       T  T  .  .  T  .            there in values or log-ratios is never read
+    position   0  1  2  3  4  5
+    mask       T  T  .  .  T  .
     reward     .  .  .  r  .  s
-    goes to       <-----r  <--s            a reward on them belongs to the last trained token before, undiminished
+    goes to       r<----+  s<-+
 
-Every function gives 0 at positions outside the mask, works in float64, and is total: a row without a trained token
-gives zeros. Wrong shapes, numbers that are not finite where they are read, and a reward before the first trained token
-(nobody's doing) are ValueErrors that name the field and the index.
+An observation costs no discount, what stands there in values or log-ratios is never read, and a reward on it belongs
+to the last trained token before, undiminished. Every function works in float64 and gives 0 outside the mask, so zeros
+for a row without a trained token. Wrong shapes, numbers that are not finite where they are read, and a reward before
+the first trained token (nobody's doing) are ValueErrors that name the field and the index.
 """
 
 from __future__ import annotations
@@ -187,9 +188,12 @@ def turn_grpo(rewards_G_K: Sequence[Sequence[float | None]], *, scale: bool = Tr
     """G arrays [K] of group-relative advantages per turn: the k-th turn is compared with the k-th turns of the group.
 
     Rollouts may have different numbers of turns; one that ended earlier takes no part in later comparisons, and a turn
-    that only one reached gets 0. From the second turn on, the turns compared follow different histories: this is the
-    common heuristic (turn-level rewards of MT-GRPO), not a baseline of the same state.
+    that only one rollout reached gets 0. From the second turn on, the turns compared follow different histories: this
+    is the common heuristic (turn-level rewards of MT-GRPO), not a baseline of the same state.
     """
+    for index, rewards_K in enumerate(rewards_G_K):
+        for turn, reward in enumerate(rewards_K):
+            _number(f"rewards_G_K[{index}][{turn}]", 0.0 if reward is None else reward)
     advantages = [np.zeros(len(rewards_K)) for rewards_K in rewards_G_K]
     for turn in range(max((len(rewards_K) for rewards_K in rewards_G_K), default=0)):
         rollouts = [index for index, rewards_K in enumerate(rewards_G_K) if len(rewards_K) > turn]
@@ -241,7 +245,9 @@ def process_min(
     """[T] credit by the worst step (PURE, Cheng et al. 2025, arXiv 2504.15275): `process_sum` of `softmin_rewards`.
 
     With temperature 0: tokens up to the end of the worst step get its reward, tokens after it get 0, so that a good
-    step cannot pay for a bad one. PURE then subtracts a leave-one-out baseline; here the caller does.
+    step cannot pay for a bad one. PURE then subtracts a leave-one-out baseline; here the caller does. This does not
+    follow the gradient of the expected minimum, as `trajectory_credit` of the minimum would: a token after the worst
+    step gets 0, not the minimum that it kept from falling further.
     """
     return process_sum(softmin_rewards(step_rewards_K, temperature=temperature).tolist(), step_ends_K, mask_T)
 
