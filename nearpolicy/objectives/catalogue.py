@@ -65,7 +65,6 @@ ADVANTAGES: Mapping[str, Part] = {
     "reinforce_baseline": Part(fixes={"scale_rewards": "none"}),
     "reinforce_plus_plus": Part(reads={"gamma": 1.0}, fixes={"scale_rewards": "batch"}),
     "reinforce_plus_plus_baseline": Part(fixes={"scale_rewards": "batch"}, smallest_group=2),
-    "remax": Part(fixes={"scale_rewards": "none"}),
     "opo": Part(fixes={"scale_rewards": "none"}, smallest_group=2),
     "grpo_passk": Part(reads={"pass_k": 4}, fixes={"scale_rewards": "none"}, smallest_group=2),
     "vtrace": Part(

@@ -50,7 +50,6 @@ class ObjectiveConfig(ConfigModel):
         "reinforce_baseline",
         "reinforce_plus_plus",
         "reinforce_plus_plus_baseline",
-        "remax",
         "opo",
         "grpo_passk",
         "vtrace",
@@ -196,7 +195,7 @@ class ObjectiveConfig(ConfigModel):
                     f"objective.advantage={self.advantage}, objective.correction={self.correction}; leave it out "
                     f"(it is read by {', '.join(who)})"
                 )
-            if reading and value is None and reading[0].reads[key] is not None:
+            if reading and value is None and reading[0].reads[key] is not None and key != "correction_floor":
                 yield f"objective.{key} is empty, but the objective needs it; leave it out for its default"
 
     def _regulariser_problems(self) -> Iterator[str]:
