@@ -168,12 +168,10 @@ class PolicyLearner:
             total_steps=self._total_steps,
         )
 
-    @torch.no_grad()
     def annotate(self, rows: Sequence[Row]) -> list[np.ndarray]:
         """Log-probabilities of the policy as it is now, [T] float32 per row; 0 where the loss does not need them."""
         return self._logprobs(self.policy, rows, _useful(rows, range(len(rows)), self.objective))
 
-    @torch.no_grad()
     def _annotated(self, rows: Sequence[Row]) -> Annotated:
         """What the objective needs to know of the rows before the first update of a step."""
         everything = [i for i, row in enumerate(rows) if row.trained.any()]
@@ -319,8 +317,7 @@ class PolicyLearner:
         """Pick tokens out of the whole update, where the loss works on some only."""
         if not self.objective.chooses:
             return known
-        with torch.no_grad():
-            now = self._logprobs(self.policy, rows, [i for i in part if rows[i].trained.any()])
+        now = self._logprobs(self.policy, rows, [i for i in part if rows[i].trained.any()])
         trained = [rows[i].trained for i in part]
         flat = {
             "logprobs": np.concatenate([now[i][rows[i].trained] for i in part] or [np.zeros(0)]),
@@ -402,6 +399,7 @@ class PolicyLearner:
         )
         return scores.first(len(packed.targets))
 
+    @torch.no_grad()
     def _logprobs(self, model: PolicyModel, rows: Sequence[Row], wanted: Sequence[int]) -> list[np.ndarray]:
         """[T] float32 per row, 0 where nothing is wanted."""
         out = [np.zeros(len(row.segment.token_ids), dtype=np.float32) for row in rows]
@@ -411,6 +409,7 @@ class PolicyLearner:
                 out[i][packed.position[here]] = values[here]
         return out
 
+    @torch.no_grad()
     def _hidden(self, model: PolicyModel, rows: Sequence[Row], wanted: Sequence[int]) -> list[Tensor]:
         """[trained tokens, hidden] per row: the states that predict its trained tokens."""
         width = model.config.get_text_config().hidden_size
@@ -438,7 +437,7 @@ class PolicyLearner:
         config = self.objective.config
         if config.entropy_target is not None and "policy/entropy" in metrics:
             coefficient = regularisers.next_entropy_coefficient(
-                config.entropy_coef if self.objective.entropy_coef is None else self.objective.entropy_coef,
+                self.objective.entropy_weight,
                 metrics["policy/entropy"],
                 target=config.entropy_target,
                 step=config.entropy_step,
@@ -460,7 +459,7 @@ class PolicyLearner:
         metrics["learner/forward_tokens"] = float(stats.tokens)
         metrics["policy/skipped_updates"] = float(np.sum(~np.isfinite(norms)))
         if self.objective.config.entropy_target is not None:
-            metrics["policy/entropy_coef"] = float(self.objective.entropy_coef or self.objective.config.entropy_coef)
+            metrics["policy/entropy_coef"] = self.objective.entropy_weight
         if norms:
             metrics["policy/grad_norm"] = float(np.mean(norms))
         if stats.behavior:

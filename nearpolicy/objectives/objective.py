@@ -89,7 +89,7 @@ class Objective:
         config, parts = self.config, self.config.parts.values()
         rejects = any(part.rejects for part in parts)
         # Rejected tokens leave the divisor, so all tokens have to be seen; regularisers act on all of them.
-        everywhere = rejects or config.kl_in == "loss" or self._bonus > 0 or config.entropy_target is not None
+        everywhere = rejects or config.kl_in == "loss" or self.entropy_weight > 0 or config.entropy_target is not None
         set_ = object.__setattr__
         set_(self, "skips_zero_advantage", not everywhere and config.loss not in ("kimi", "kl_cov"))
         set_(
@@ -99,10 +99,11 @@ class Objective:
             or config.loss_agg != "token_mean"
             or config.off_policy_threshold is not None,
         )
-        set_(self, "entropy_has_gradient", self._bonus > 0)
+        set_(self, "entropy_has_gradient", self.entropy_weight > 0)
 
     @property
-    def _bonus(self) -> float:
+    def entropy_weight(self) -> float:
+        """Of the bonus now."""
         return self.config.entropy_coef if self.entropy_coef is None else self.entropy_coef
 
     @property
@@ -151,8 +152,8 @@ class Objective:
             named["policy/kl_reference"] = kl.detach()
             if self.config.kl_in == "loss":
                 values = values + self.config.kl_coef * kl
-        if self._bonus:
-            values = values - self._bonus * tokens.entropies
+        if self.entropy_weight:
+            values = values - self.entropy_weight * tokens.entropies
         return TokenLosses(losses=values, kept=correction.kept, named=named)
 
     def shares(self, kept: Tensor, sequences: Sequences) -> Tensor:

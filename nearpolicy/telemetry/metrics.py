@@ -47,7 +47,7 @@ METRICS: Mapping[str, str] = {
     "policy/held_back_share": "share of trained tokens whose log-ratio was beyond what is exponentiated",
     "policy/off_policy_share": "share of trained tokens in sequences left out by off-policy masking",
     "policy/outside_trust_share": "share of trained tokens outside the trust region of DPPO",
-    "policy/entropy_coef": "weight of the entropy bonus after the step",
+    "policy/entropy_coef": "weight of the entropy bonus in the step",
     "learner/updates": "optimizer steps since the start of the run",
     "mismatch/kl": "KL between behaviour policy and learner at the same weights, in nats per token",
     "mismatch/prob_diff_mean": "mean absolute difference of probabilities, generator against learner",
