@@ -82,7 +82,7 @@ def group_loss(prompt: str, group: list[tuple[list[int], list[float]]], num_toke
     padded = numerics.rows(len(ids), threads=1)
     context = RowContext(nodes, padded)
     row_ids = torch.tensor(ids + [0] * (padded - len(ids)))
-    logprobs, _ = learner(row_ids, context.positions, context, torch.tensor(rows), torch.tensor(targets))
+    logprobs, _, _ = learner(row_ids, context.positions, context, torch.tensor(rows), torch.tensor(targets))
     weight = (logprobs.detach() - torch.tensor(behavior)).exp().clamp(max=2.0)  # exactly 1 here: nothing is stale
     return -(weight * torch.tensor(advantage, dtype=torch.float32) * logprobs).sum() / num_tokens
 

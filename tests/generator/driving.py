@@ -95,7 +95,7 @@ def learner_logprobs(
     def padded(values: list[int], length: int) -> torch.Tensor:
         return torch.tensor(values + [values[-1]] * (length - len(values)))
 
-    logprobs, _ = policy(
+    logprobs, _, _ = policy(
         padded(ids, num_rows),
         context.positions,
         context,

@@ -107,7 +107,7 @@ def test_a_head_in_chunks_has_the_same_logprobs_and_gradient():
 
     def mean_of(rows):
         context = RowContext([Node(0, 100)], 100)
-        logprobs, entropies = policy(ids, context.positions, context, rows, ids[1:][rows], 0.7)
+        logprobs, entropies, _ = policy(ids, context.positions, context, rows, ids[1:][rows], 0.7)
         assert not entropies.requires_grad
         return logprobs.mean(), entropies.mean()
 
@@ -135,7 +135,7 @@ def test_temperature_divides_the_logits_and_entropy_is_of_the_same_distribution(
     context = RowContext([Node(0, 30)], 30)
     with torch.no_grad():
         logits = policy.logits(ids, context.positions, context, torch.arange(29))
-        logprobs, entropies = policy(ids, context.positions, context, torch.arange(29), ids[1:], 0.5)
+        logprobs, entropies, _ = policy(ids, context.positions, context, torch.arange(29), ids[1:], 0.5)
     expected = torch.distributions.Categorical(logits=(logits / 0.5).double())
     torch.testing.assert_close(logprobs.double(), expected.log_prob(ids[1:]), rtol=0, atol=1e-5)
     torch.testing.assert_close(entropies.double(), expected.entropy(), rtol=0, atol=1e-5)
