@@ -44,15 +44,35 @@ class Ragged:
     def tensor(self, name: str, dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.tensor(getattr(self, name), dtype=dtype)
 
+    @property
+    def mask(self) -> np.ndarray:
+        """[S, T] of the padded batch."""
+        longest = max([1, *map(len, self.tokens_of)])
+        return np.array([[t < len(tokens) for t in range(longest)] for tokens in self.tokens_of]).reshape(-1, longest)
+
+    def padded(self, values: Sequence[float], *, padding: float = 0.0) -> np.ndarray:
+        """[N] -> [S, T]: one row per sequence, as implementations want it that keep padding."""
+        out = np.full(self.mask.shape, padding)
+        for s, tokens in enumerate(self.tokens_of):
+            out[s, : len(tokens)] = [values[t] for t in tokens]
+        return out
+
+    def flat(self, padded: np.ndarray) -> np.ndarray:
+        """[S, T] -> [N]."""
+        out = np.zeros(len(self.index))
+        for s, tokens in enumerate(self.tokens_of):
+            out[tokens] = padded[s, : len(tokens)]
+        return out
+
 
 @st.composite
-def ragged(draw, *, largest: int = 9, by_sequence: bool = False) -> Ragged:
-    """Batches of up to ``largest`` tokens; the policies agree, are near, or are far (log-ratios up to about 8).
+def ragged(draw, *, smallest: int = 0, largest: int = 9, by_sequence: bool = False) -> Ragged:
+    """Batches of ``smallest`` to ``largest`` tokens; the policies agree, are near, or are far (log-ratios around 2).
 
     ``by_sequence``: one advantage per sequence, as some losses demand.
     """
-    count = draw(st.integers(0, 4))
-    index = draw(st.lists(st.integers(0, count - 1), max_size=largest)) if count else []
+    count = draw(st.integers(min(smallest, 1), 4))
+    index = draw(st.lists(st.integers(0, count - 1), min_size=smallest, max_size=largest)) if count else []
     distance = draw(st.sampled_from([0.0, 1e-3, 0.1, 0.5, 2.0]))
     numbers = np.random.default_rng(draw(st.integers(0, 2**32)))
     now = -numbers.exponential(2.0, len(index))
