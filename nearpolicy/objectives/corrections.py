@@ -3,7 +3,10 @@
 A correction gives every token a weight, and may reject tokens: those leave the sum of the loss and its divisor. Raw
 ratios and applied weights are both reported, so that what the correction hides is seen.
 
-Granularity: a token's ratio w_t = proximal_t / behaviour_t, a sequence's product of them, or its geometric mean.
+Granularity: a token's ratio w_t = proximal_t / behaviour_t, a sequence's product of them, or its geometric mean. With
+the product and without bounds the expected gradient is exactly that of the proximal policy; everything else here trades
+some of that for less variance. A token's own ratio corrects the choice of the token, not how often its prefix came up
+or what followed: it is exact for sequences of one token.
 """
 
 from __future__ import annotations

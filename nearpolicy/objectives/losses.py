@@ -41,7 +41,7 @@ def ppo_clip(
     Separate bounds: DAPO (arXiv 2503.14476, equation 8). The correction weight stands outside the minimum: it corrects
     which tokens were sampled, not how far pi may move (decoupled form, Hilton et al. 2022).
 
-    ``dual_clip`` c > 1: where A < 0 the value is at most c |A| (Ye et al. 2020, equation 5).
+    ``dual_clip`` c > 1: where A < 0 the loss is at most w c |A| (dual-clip PPO, Ye et al. 2020, arXiv 1912.09729).
     """
     r = ratio(difference(logprobs, proximal_logprobs))
     value = torch.minimum(r * advantages, r.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages)
@@ -73,7 +73,7 @@ def gspo(
     clip_high: float,
 ) -> Tensor:
     """[N] the clipped objective on the sequence's ratio s = exp(mean_t log(pi / proximal)), the same value for each of
-    its tokens (GSPO, arXiv 2507.18071, equations 5 and 7). Aggregate as the mean of sequence means."""
+    its tokens (GSPO, arXiv 2507.18071, equation 5). Aggregate as the mean of sequence means."""
     log_ratio = difference(logprobs, proximal_logprobs)
     log_s = sequences.spread(sequences.mean(log_ratio)).to(log_ratio.dtype)
     return ppo_clip(log_s, torch.zeros_like(log_s), advantages, weights, clip_low=clip_low, clip_high=clip_high)
@@ -90,7 +90,7 @@ def gspo_token(
     clip_high: float,
 ) -> Tensor:
     """[N] GSPO with the gradient through each token's own log-probability: s_t = sg[s] pi_t / sg[pi_t] (arXiv
-    2507.18071, equations 13 and 14). Equal to `gspo` in value, and in gradient where a sequence has one advantage;
+    2507.18071, equation 13). Equal to `gspo` in value, and in gradient where a sequence has one advantage;
     advantages may differ by token."""
     log_ratio = difference(logprobs, proximal_logprobs).detach()
     log_s = sequences.spread(sequences.mean(log_ratio)).to(log_ratio.dtype)
@@ -114,9 +114,9 @@ def gmpo(
     clip_low: float,
     clip_high: float,
 ) -> Tensor:
-    """[N] geometric-mean policy optimisation (GMPO, arXiv 2507.20673): -A exp(mean_t log r_t), each token's ratio
-    clipped to [exp(-clip_low), exp(clip_high)] on the side its advantage is clipped on; the same value for each token
-    of a sequence. Aggregate as the mean of sequence means.
+    """[N] geometric-mean policy optimisation (GMPO, arXiv 2507.20673): -w A exp(mean_t log r_t), each token's
+    ratio clipped to [exp(-clip_low), exp(clip_high)] on the side its advantage is clipped on; the same value for each
+    token of a sequence. Aggregate as the mean of sequence means.
 
     ``clip_low`` and ``clip_high`` are bounds on the log-ratio. All tokens of a sequence need one advantage.
     """
@@ -169,9 +169,12 @@ def kimi(
     tau: float,
 ) -> Tensor:
     """[N] whose sum over a sequence is -w A log pi(y) + tau / 2 (log(pi(y) / proximal(y)))^2: policy gradient with a
-    squared log-ratio that holds the whole sequence near the proximal policy (Kimi k1.5, arXiv 2501.12599, section 2.3;
-    gradient as in its equation 3). ``advantages``: rewards minus their group's mean. The penalty is shared equally by
-    the tokens."""
+    squared log-ratio that holds the whole sequence near the proximal policy (Kimi k1.5, arXiv 2501.12599, section
+    2.3.2, gradient as in equation 3). ``advantages``: rewards minus their group's mean. The penalty is shared equally
+    by the tokens.
+
+    A regression, so that it has one optimum whoever sampled: with advantages r - tau log Z the gradient is zero at
+    pi = proximal exp(r / tau) / Z. The mean of the group stands for tau log Z, its limit for large tau."""
     log_ratio = difference(logprobs, proximal_logprobs)
     squared = sequences.sum(log_ratio).square()
     penalty = sequences.spread(squared / sequences.sizes().clamp(min=1)).to(log_ratio.dtype)
@@ -203,8 +206,8 @@ def off_policy_sequences_kept(
     logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, sequences: Sequences, *, threshold: float
 ) -> Tensor:
     """[N] bool: False for all tokens of a sequence that was bad and has become unlikely: A < 0 and
-    mean_t log(behaviour / pi) > ``threshold`` (off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556, section
-    3.1)."""
+    mean_t log(behaviour / pi) > ``threshold`` (off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556, equation
+    9)."""
     drift = sequences.mean(difference(behavior_logprobs, logprobs).detach())
     return ~((sequences.spread(drift) > threshold) & (advantages < 0))
 
@@ -217,8 +220,8 @@ def covariances(logprobs: Tensor, advantages: Tensor) -> Tensor:
 
 
 def clip_cov_detached(covariance: Tensor, chosen: Tensor, *, low: float, high: float, share: float) -> Tensor:
-    """[N] bool: tokens whose gradient Clip-Cov stops: ``share`` of all tokens (at least one), drawn among those with
-    covariance in [low, high] (arXiv 2505.22617, equations 11 and 12).
+    """[N] bool: tokens whose gradient Clip-Cov stops: ``share`` of all tokens (at least one, if there is one), drawn
+    among those with covariance in [low, high] (arXiv 2505.22617, equations 11 and 12).
 
     ``chosen``: [N] one number per token in [0, 1); the tokens with the smallest are drawn, so that the choice is the
     caller's random numbers and nothing else.
@@ -233,7 +236,7 @@ def clip_cov_detached(covariance: Tensor, chosen: Tensor, *, low: float, high: f
 
 def kl_cov_penalised(covariance: Tensor, *, share: float) -> Tensor:
     """[N] bool: the ``share`` of tokens with the largest covariance (at least one): those that KL-Cov penalises (arXiv
-    2505.22617, equations 13 and 14)."""
+    2505.22617, equation 13)."""
     out = torch.zeros(len(covariance), dtype=torch.bool, device=covariance.device)
     if len(covariance):
         out[covariance.argsort(descending=True, stable=True)[: _number(share, covariance)]] = True
@@ -270,7 +273,8 @@ def kl_cov(
     coefficient: float,
 ) -> Tensor:
     """[N] -w r A, plus coefficient |log r| for the ``penalised`` tokens [N] (`kl_cov_penalised`), r = pi / proximal
-    (arXiv 2505.22617, equation 14)."""
+    (arXiv 2505.22617, equation 14, its divergence estimated as in listing 1). The penalty pulls with full strength at
+    any distance, and not at all at r = 1."""
     log_ratio = difference(logprobs, proximal_logprobs)
     penalty = torch.where(penalised, log_ratio.abs(), torch.zeros_like(log_ratio))
     return -weights * ratio(log_ratio) * advantages + coefficient * penalty
@@ -287,9 +291,11 @@ def interpolated_proximal(logprobs: Tensor, behavior_logprobs: Tensor, staleness
 
 def replayed_success(logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, *, cap: float) -> Tensor:
     """[N] -sg[min(pi / behaviour, cap)] max(A, 0) log pi: a success of the past, weighed by how likely it is today
-    (self-imitation, Oh et al. 2018, with truncated importance weights as in RePO, arXiv 2506.09340).
+    (self-imitation, Oh et al. 2018, with truncated importance weights; replay for language models: RePO, arXiv
+    2506.09340).
 
-    A sequence that was right once is never pushed down for not being the best today.
+    A sequence that was right once is never pushed down for not being the best today. Biased for that reason, also where
+    the policies are equal.
     """
     weight = ratio(difference(logprobs, behavior_logprobs).detach()).clamp(max=cap)
     return -weight * advantages.clamp(min=0.0) * logprobs

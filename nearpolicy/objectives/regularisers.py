@@ -52,5 +52,6 @@ def full_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 def next_entropy_coefficient(coefficient: float, entropy: float, *, target: float, step: float) -> float:
     """The coefficient of the entropy bonus after a step: up by ``step`` while the mean entropy [nats] is below
-    ``target``, else down, never below 0 (adaptive entropy control of Skywork-OR1, arXiv 2505.22312, section 4)."""
+    ``target``, else down, never below 0 (adaptive entropy control of Skywork-OR1, arXiv 2505.22312, which
+    leaves the bonus out of the steps above the target)."""
     return max(0.0, coefficient + (step if entropy < target else -step))
