@@ -21,7 +21,7 @@ from nearpolicy.models.config import TINY, ModelConfig
 MB = 1024 * 1024
 PAGE = 64
 """Positions in a page of keys and values (`nearpolicy.models.attention`, which loads torch)."""
-HEAD_CHUNK = 1024
+HEAD_CHUNK = 512
 """Rows of logits the learner holds at once (`nearpolicy.models.policy`)."""
 
 
