@@ -28,9 +28,9 @@ from nearpolicy.store.schema import prompt_text
 
 def command(
     run: Annotated[Path, typer.Argument(help="The run folder.")],
-    step: Annotated[int | None, typer.Option(help="Only rollouts that this step used up.")] = None,
-    group: Annotated[int | None, typer.Option(help="Only this group, by admission index.")] = None,
-    sample: Annotated[int | None, typer.Option(help="Only this place in each group.")] = None,
+    step: Annotated[int | None, typer.Option(help="Only rollouts that this step consumed; steps count from 0.")] = None,
+    group: Annotated[int | None, typer.Option(help="Only this group, by its index of admission.")] = None,
+    sample: Annotated[int | None, typer.Option(help="Only this sample index, in each group.")] = None,
     limit: Annotated[int, typer.Option(help="Rollouts shown, at most.", min=1)] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines instead of tables.")] = False,
 ) -> None:
