@@ -61,25 +61,30 @@ class StepLine:
     """Prints what a person wants to see of each step."""
 
     COLUMNS = (
-        ("reward", "reward/mean", "{:.3f}"),
-        ("no signal", "reward/zero_variance_share", "{:.2f}"),
-        ("length", "completion/length_mean", "{:.1f}"),
-        ("entropy", "policy/entropy", "{:.3f}"),
-        ("grad norm", "policy/grad_norm", "{:.3g}"),
-        ("mismatch", "mismatch/logprob_diff_max", "{:.2g}"),
-        ("staleness", "staleness/max", "{:.0f}"),
-        ("wait s", "time/wait_s", "{:.1f}"),
-        ("step s", "time/step_s", "{:.1f}"),
+        ("reward", "reward/mean", "{:.3f}", 6),
+        ("no signal", "reward/zero_variance_share", "{:.2f}", 9),
+        ("length", "completion/length_mean", "{:.1f}", 6),
+        ("entropy", "policy/entropy", "{:.3f}", 7),
+        ("grad", "policy/grad_norm", "{:.3g}", 7),
+        ("logp gap", "mismatch/logprob_diff_max", "{:.2g}", 8),
+        ("stale", "staleness/max", "{:.0f}", 5),
+        ("wait", "time/wait_s", "{:.1f}", 5),
+        ("took", "time/step_s", "{:.1f}", 5),
     )
+    """Title, metric, format, width; 80 characters with the step and its version. docs/metrics.md explains them."""
 
     def __init__(self, total: int) -> None:
         self._total = total
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
         if step % 20 == 0:
-            print("     step  " + "  ".join(f"{title:>9}" for title, _, _ in self.COLUMNS))
-        cells = [form.format(metrics[name]) if name in metrics else "-" for _, name, form in self.COLUMNS]
-        print(f"{step + 1:>4}/{self._total:<4}  " + "  ".join(f"{cell:>9}" for cell in cells), flush=True)
+            print(" ".join(["step version", *(f"{title:>{width}}" for title, _, _, width in self.COLUMNS)]))
+        cells = [
+            f"{form.format(metrics[name]) if name in metrics else '-':>{width}}"
+            for _, name, form, width in self.COLUMNS
+        ]
+        version = f"{step + 1}/{self._total}"
+        print(" ".join([f"{step:>4} {version:>7}", *cells]), flush=True)
 
 
 def closing_words(summary: Mapping[str, Any]) -> str:

@@ -15,7 +15,9 @@ from nearpolicy.config import config_from_dict, load_recipe
 from nearpolicy.errors import ModelError
 from nearpolicy.launch import cli, reference, sizes
 from nearpolicy.launch.sizes import memory_by_owner, model_shape, role_threads
+from nearpolicy.launch.train import StepLine
 from nearpolicy.models.config import TINY, ModelConfig
+from nearpolicy.telemetry.metrics import FAMILIES, METRICS
 
 RECIPE = """\
 run: {steps: 10}
@@ -277,9 +279,26 @@ def test_roles_share_the_cores_only_when_they_take_turns(staleness, expected):
     assert role_threads(config_from_dict(recipe | {"generator": {"threads": 3}}), cores=8) == (3, 1)
 
 
-def test_reference_page_is_up_to_date():
-    page = Path(__file__).parents[2] / reference.FILE
-    assert page.read_text(encoding="utf-8") == reference.reference(), "run python -m nearpolicy.launch.reference"
+def test_written_pages_are_up_to_date():
+    for name, text in reference.pages().items():
+        page = Path(__file__).parents[2] / reference.FOLDER / name
+        assert page.read_text(encoding="utf-8") == text, "run python -m nearpolicy.launch.reference"
+
+
+def test_writing_the_pages_has_a_help_that_writes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["reference", "--help"])
+    with pytest.raises(SystemExit):
+        reference.main()
+    assert "docs unless given" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_metric_and_every_column_of_the_terminal_is_explained():
+    page = reference.metrics_page()
+    assert all(f"`{name}`" in page for name in METRICS)
+    assert all(f"| {title} | `{name}` |" in page for title, name, _, _ in StepLine.COLUMNS)
+    assert set(FAMILIES) <= {name.split("/")[0] for name in METRICS}
 
 
 def test_every_key_of_a_recipe_is_explained():

@@ -84,7 +84,8 @@ def strict_lines(folder: Path) -> list[dict]:
 def test_a_run_prints_its_folder_a_line_per_step_and_what_it_reached(finished):
     folder, out = finished
     assert f"run folder: {folder}" in out
-    assert re.findall(r"^ +(\d)/3 ", out, re.M) == ["1", "2", "3"]
+    assert re.findall(r"^ +(\d) +(\d)/3 ", out, re.M) == [("0", "1"), ("1", "2"), ("2", "3")]
+    assert max(len(line) for line in out.splitlines() if re.match(" *step| +[0-9]", line)) <= 80
     assert re.search(r"held out before: .*\(\d of 3, 95 % interval", out)
     assert re.search(r"held out after: .*pass@2 \d\.\d", out)
     assert f"report: {folder / 'report.html'}" in out
@@ -305,7 +306,7 @@ def test_ctrl_c_once_finishes_the_step_saves_and_ends_with_130(recipe):
     folder = recipe.parent / "interrupted"
     run = start(recipe, folder)
     try:
-        wait_for(run.stdout, r"^ +1/500 ")
+        wait_for(run.stdout, r"^ +0 +1/500 ")
         run.send_signal(signal.SIGINT)
         out, err = run.communicate(timeout=120)
     finally:
@@ -326,7 +327,7 @@ def test_ctrl_c_twice_ends_at_once(recipe):
     long = ("sampling.max_completion_length=120", "sampling.num_generations=8", "queue.prompts_per_step=4")
     run = start(recipe, folder, *long, "evaluation.max_completion_length=5")
     try:
-        wait_for(run.stdout, r"^ +1/500 ")
+        wait_for(run.stdout, r"^ +0 +1/500 ")
         run.send_signal(signal.SIGINT)
         wait_for(run.stderr, "press Ctrl-C again")
         run.send_signal(signal.SIGINT)
