@@ -27,9 +27,12 @@ def command(
     from nearpolicy.launch.check import refuse
     from nearpolicy.launch.report import write_report
     from nearpolicy.launch.session import Session, run_session
+    from nearpolicy.launch.sizes import memory_warning
 
     config = load_recipe(recipe, overrides or [])
-    refuse(config, makes_run=True)
+    shape = refuse(config, makes_run=True)
+    if shape is not None and (warning := memory_warning(config, shape)) is not None:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
     session = Session(config=config, say=_say, on_step=StepLine(config.run.steps))
     _listen(session)
     summary = run_session(session)
