@@ -28,6 +28,7 @@ def command(
     from nearpolicy.launch.report import write_report
     from nearpolicy.launch.session import Session, run_session
     from nearpolicy.launch.sizes import memory_warning
+    from nearpolicy.launch.words import place
 
     config = load_recipe(recipe, overrides or [])
     shape = refuse(config, makes_run=True)
@@ -39,7 +40,7 @@ def command(
     assert session.folder is not None  # made by then
     report = write_report(session.folder.path)
     print(closing_words(summary))
-    print(f"report: {report}")
+    print(f"report: {place(report)}")
     if session.stop_requested:
         sys.exit(INTERRUPTED)
 
@@ -93,9 +94,11 @@ class StepLine:
 def closing_words(summary: Mapping[str, Any]) -> str:
     """The few lines a person reads at the end."""
     from nearpolicy.evaluate.metrics import wilson_interval
+    from nearpolicy.launch.words import count
 
+    steps = count(summary["steps"], "step")
     lines = [
-        f"{summary['steps']} steps in {summary['wall_s']:.0f} s of training (set-up {summary['setup_s']:.0f} s), "
+        f"{steps} in {summary['wall_s']:.0f} s of training (set-up {summary['setup_s']:.0f} s), "
         f"peak memory {summary['peak_memory_mb']:.0f} MB, numerics {summary['numerics']}"
     ]
     for when in ("before", "after"):
