@@ -9,18 +9,19 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 import typer.core
 import typer.main
 
+from nearpolicy import __version__
 from nearpolicy.errors import UserError
 from nearpolicy.machine import prepare_environment
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("nearpolicy.launch.train", "Run a recipe to its end; writes a run folder."),
-    "eval": ("nearpolicy.launch.evaluate", "Answer a recipe's held-out questions with a model."),
+    "eval": ("nearpolicy.launch.evaluate", "Evaluate a model on a recipe's held-out set."),
     "check": ("nearpolicy.launch.check", "Explain a recipe and refuse contradictions, without loading a model."),
     "inspect": ("nearpolicy.launch.inspect", "Show rollouts of a run: text, rewards, versions, advantages, fates."),
     "compare": ("nearpolicy.launch.compare", "Compare objectives on a run's recorded rollouts."),
@@ -58,8 +59,18 @@ app = typer.Typer(
 )
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"nearpolicy {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _nearpolicy() -> None:
+def _nearpolicy(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
     """Asynchronous RL post-training of language models that you can trust and take apart."""
 
 

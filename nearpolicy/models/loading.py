@@ -7,11 +7,13 @@ that nothing knows where a model came from.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping
 from importlib import metadata, util
 from pathlib import Path
@@ -48,9 +50,15 @@ def resolve(path: str, init: Mapping[str, Any] | None = None, seed: int = 0) -> 
 
 def _from_hub(path: str) -> Path:
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]))
+    except LocalEntryNotFoundError as error:  # neither in the hub's cache, nor any answer from the hub
+        raise ModelError(
+            f"model.path {path!r} is no local folder, and could not reach the hub to fetch it as a hub id; check the "
+            "spelling and the connection, or name a folder"
+        ) from error
     except Exception as error:
         raise ModelError(
             f"model.path {path!r} is neither a local folder nor a model that can be fetched "
@@ -63,7 +71,8 @@ def _once(folder: Path, make: Any) -> Path:
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=folder.parent))
+    _remove_torn(folder)
+    temporary = Path(tempfile.mkdtemp(prefix=_draft(folder), dir=folder.parent))
     try:
         make(temporary)
         try:
@@ -74,6 +83,19 @@ def _once(folder: Path, make: Any) -> Path:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder
+
+
+def _draft(folder: Path) -> str:
+    """How the names of folders begin that are to become ``folder``."""
+    return f".{folder.name}-draft-"
+
+
+def _remove_torn(folder: Path) -> None:
+    """Remove drafts of ``folder`` whose process was killed. They are over an hour old; filling takes a minute."""
+    for draft in folder.parent.glob(f"{_draft(folder)}*"):
+        with contextlib.suppress(OSError):  # somebody else removed it
+            if time.time() - draft.stat().st_mtime > 3600:
+                shutil.rmtree(draft)
 
 
 def _from_package(name: str) -> Path:

@@ -81,7 +81,7 @@ def scan(
         nulls = [column for column in needed if row.values.get(column) is None]
         if nulls:
             _refuse_or_skip(
-                found, task.on_null, "null", f"{where} column `{nulls[0]}`: no value; mend it or set on_null: skip"
+                found, task.on_null, "null", f"{where} column `{nulls[0]}`: no value; fix it or set on_null: skip"
             )
             continue
         try:

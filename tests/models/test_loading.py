@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import families
@@ -72,6 +73,22 @@ def test_a_folder_is_complete_or_absent(tmp_path):
     with pytest.raises(OSError, match="disk full"):
         loading._once(tmp_path / "model", fail_half_way)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_draft_whose_process_was_killed_is_removed_when_it_is_old(tmp_path):
+    torn, running = tmp_path / ".model-draft-a", tmp_path / ".model-draft-b"
+    for draft in (torn, running, tmp_path / "model-2"):
+        draft.mkdir()
+    os.utime(torn, (0, 0))
+    loading._once(tmp_path / "model", lambda out: None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".model-draft-b", "model", "model-2"]
+
+
+def test_a_hub_that_gives_no_answer_is_told_from_a_wrong_name(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="could not reach the hub"):
+        loading.resolve("nobody/no-such-model")
 
 
 def test_two_who_make_the_same_folder_at_once_both_get_a_complete_one(tmp_path):

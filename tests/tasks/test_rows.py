@@ -62,7 +62,7 @@ def test_misspelt_column_is_named_with_the_nearest(data):
 def test_null_answer_stops_with_row_and_column(data):
     bad = rows("a", "b", "c", "d")
     bad[2]["answer"] = None
-    with pytest.raises(DataError, match=r"rows\.jsonl row 3 column `answer`: no value; mend it or set on_null: skip"):
+    with pytest.raises(DataError, match=r"rows\.jsonl row 3 column `answer`: no value; fix it or set on_null: skip"):
         data(bad)
 
 
