@@ -79,9 +79,9 @@ class ObjectiveConfig(ConfigModel):
     """Smallest ratio, in the same sense. Unless set: 0.5 for `token_mask`, 0.99 for `geometric_mask`, else none."""
     correction_weighted: bool | None = _by_parts("correction_weighted")
     """Whether what `token_mask` or `sequence_mask` keeps is weighed with its ratio; true unless set."""
-    same_support: bool = False
-    """Under `sampling.top_p`, `top_k` or `min_p`: give the learner's log-probabilities over the tokens that could be
-    sampled, as the engine's are. The engine then records those tokens."""
+    same_support: bool | None = None
+    """Take the learner's log-probabilities over the tokens that could be sampled, as the engine's are; the engine then
+    records those tokens. Left out: exactly where `sampling.top_p`, `top_k` or `min_p` leave some out."""
     clip_low: PositiveFloat | None = _by_parts("clip_low")
     """Distance below 1 at which the ratio is clipped (for `gmpo` in logarithms, for `dppo` of probabilities). The
     default depends on the loss: 0.2 for `ppo_clip`."""

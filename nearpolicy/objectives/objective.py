@@ -61,6 +61,8 @@ class TokenObjective(Protocol):
     whole_rollouts: bool
     """All segments of a rollout must be in one micro-batch."""
     entropy_has_gradient: bool
+    same_support: bool
+    """Log-probabilities are over the tokens that could be sampled."""
 
     def token_losses(self, tokens: Tokens) -> TokenLosses: ...
 
@@ -110,6 +112,11 @@ class Objective:
     def needs_reference(self) -> bool:
         """Whether a reference model has to be asked, for the loss or for advantages."""
         return self.config.reference != "none"
+
+    @property
+    def same_support(self) -> bool:
+        """Whether log-probabilities are over the tokens that could be sampled."""
+        return bool(self.config.same_support)
 
     @property
     def needs_full_kl(self) -> bool:
@@ -258,6 +265,7 @@ class Supervised:
     skips_zero_advantage: bool = False
     whole_rollouts: bool = False
     entropy_has_gradient: bool = False
+    same_support: bool = False
 
     def token_losses(self, tokens: Tokens) -> TokenLosses:
         return TokenLosses(losses=-tokens.logprobs, kept=torch.ones_like(tokens.advantages, dtype=torch.bool), named={})

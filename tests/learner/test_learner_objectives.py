@@ -249,7 +249,7 @@ def test_segments_of_one_rollout_stay_in_one_micro_batch_where_the_loss_needs_it
     assert [sorted(set(p.row_index.tolist())) for p in packed] == [[0, 1], [2]]
     free = list(whole._packed(rows, range(3), False))
     assert [sorted(set(p.row_index.tolist())) for p in free] == [[0], [1], [2]]
-    tokens = whole._tokens(rows, packed[0], whole._score(whole.policy, packed[0]), NOTHING_KNOWN)
+    tokens = whole._tokens(rows, packed[0], whole._score(whole.policy, rows, packed[0]), NOTHING_KNOWN)
     assert tokens.sequences.count == 1
 
 
