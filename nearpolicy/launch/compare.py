@@ -128,16 +128,17 @@ async def compare(
 
     batch = run.batch(step)
     workshop = Workshop(run, config, version)
-    rows, found = {}, {}
+    rows, gradients = {}, {}
     sketch = None
     for name, objective in objectives.items():
         learner = workshop.learner(objective)
         sketch = sketch or GradientSketch(learner.policy)
-        found[name] = group_gradients(learner, batch, sketch)
+        found = group_gradients(learner, batch, sketch)
         exact = group_gradients(workshop.learner(full_importance_sampling(objective)), batch, sketch)
-        gap = distance(found[name], exact, rounds=ROUNDS, seed=config.run.seed)
-        rows[name] = _row(found[name]) | {
-            "cosine_to_importance_sampling": cosine(found[name].gradient(), exact.gradient()),
+        gap = distance(found, exact, rounds=ROUNDS, seed=config.run.seed)
+        gradients[name] = found.gradient()
+        rows[name] = _row(found) | {
+            "cosine_to_importance_sampling": cosine(gradients[name], exact.gradient()),
             "importance_sampling": None if gap is None else asdict(gap),
         }
     staleness = [version - group.oldest_version for group in batch.groups]
@@ -150,7 +151,7 @@ async def compare(
         "staleness": {"mean": sum(staleness) / len(staleness), "max": max(staleness)},
         "gradients": "exact" if sketch.is_exact else "sketched",
         "objectives": rows,
-        "cosines": {a: {b: cosine(found[a].gradient(), found[b].gradient()) for b in found} for a in found},
+        "cosines": {a: {b: cosine(x, y) for b, y in gradients.items()} for a, x in gradients.items()},
     }
     if train:
         result["trained"] = await workshop.train_each(objectives, first=step, steps=train)

@@ -551,7 +551,18 @@ def _columns(rows: Sequence[Row], packed: Packed, known: Annotated, version: int
         columns["staleness"][here] = version - rows[i].segment.versions[positions]
         for name, arrays in given.items():
             columns[name][here] = arrays[i][positions]
+        for name, values in columns.items():
+            if not np.isfinite(values[here]).all():
+                bad = int(positions[~np.isfinite(values[here])][0])
+                raise NearpolicyError(
+                    f"group {rows[i].group}, sample {rows[i].sample}, token {bad}: its {_NAMES.get(name, name)} is "
+                    f"{values[here][~np.isfinite(values[here])][0]}; nothing is trained on such a batch. Find where it "
+                    "was made (nearpolicy inspect --group), or leave the group out"
+                )
     return columns
+
+
+_NAMES = {"behavior": "behavior_logprobs", "proximal": "proximal_logprobs", "reference": "reference_logprobs"}
 
 
 def _support(rows: Sequence[Row], packed: Packed, length: int, device: torch.device) -> Support:

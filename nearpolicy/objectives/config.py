@@ -155,6 +155,14 @@ class ObjectiveConfig(ConfigModel):
     diversity_bonus: NonNegativeFloat = 0.0
     """Weight of a reward for completions that share few three-token sequences with others of their group."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _known_but_not_to_be_had(cls, data: Any) -> Any:
+        for key, value in data.items() if isinstance(data, dict) else ():
+            if isinstance(value, str) and (key, value) in NOT_HERE:
+                raise ValueError(f"objective.{key}={value} {NOT_HERE[key, value]}")
+        return data
+
     @model_validator(mode="after")
     def _parts_go_together(self) -> Self:
         problems = [*self._fixed_axes(), *self._settings_without_use(), *self._regulariser_problems()]
@@ -233,5 +241,12 @@ class ObjectiveConfig(ConfigModel):
             yield f"objective.cov_low={self.cov_low} lies above objective.cov_high={self.cov_high}; lower it"
 
 
+NOT_HERE = {
+    ("advantage", "gae"): (
+        "needs a critic, and no recipe can name one yet; use vtrace, whose values are the mean of the group's others"
+    ),
+    ("reference", "adapter_off"): "needs adapters, and no recipe can train them yet; use initial",
+}
+"""Settings that other trainers have, and why they are refused here."""
 _NEUTRAL = {"scale_rewards": "none"}
 """Values that say nothing where no part reads the setting."""

@@ -5,7 +5,7 @@ together. Where micro-batches are cut is not known here, and makes no difference
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 import torch
@@ -39,6 +39,16 @@ class Tokens:
     """KL from the policy to the reference over the whole vocabulary, with gradient."""
     chosen: Tensor | None = None
     """Bool: tokens that `Objective.choose` picked out of the whole update."""
+
+    def __post_init__(self) -> None:
+        count = len(self.logprobs)
+        shapes = {
+            f.name: getattr(self, f.name).shape for f in fields(self) if isinstance(getattr(self, f.name), Tensor)
+        }
+        shapes["sequences.index"] = self.sequences.index.shape
+        wrong = [f"{name} has {tuple(shape)}" for name, shape in shapes.items() if tuple(shape) != (count,)]
+        if wrong:
+            raise ValueError(f"{count} tokens need arrays of shape ({count},), but {', '.join(wrong)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
