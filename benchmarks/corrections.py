@@ -49,7 +49,7 @@ def main() -> None:
         record(folder / "rounding", STEP + 1, rounds=True)
         found = {f"{age} steps old": study(folder / "exact", STEP, STEP + age) for age in AGES}
         found["an engine that rounds"] = study(folder / "rounding", STEP, STEP)
-        trained = study(folder / "exact", STEP, 0, train=arguments.steps - STEP)["trained"]
+        trained = study(folder / "exact", 0, 0, train=arguments.steps)["trained"]
     for title, result in found.items():
         print(table(title, result))
     print(training_table(trained))

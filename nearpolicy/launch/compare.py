@@ -127,6 +127,12 @@ async def compare(
     from nearpolicy.objectives.comparison import cosine, distance
 
     batch = run.batch(step)
+    newest = max((int(row.segment.versions.max(initial=0)) for row in batch.rows), default=0)
+    if version < newest:
+        raise UserError(
+            f"--weights {version}: step {step} holds tokens of version {newest}, so these weights are older than the "
+            "data; choose that version or a later one"
+        )
     workshop = Workshop(run, config, version)
     rows, gradients = {}, {}
     sketch = None

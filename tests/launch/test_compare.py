@@ -126,6 +126,7 @@ def test_a_reference_and_a_file_may_be_compared_too_and_a_page_is_written(capsys
         ("nowhere.yaml", {}, "nowhere.yaml: cannot be read as an objective"),
         ("loss=gspo", {"at": 9}, "--at 9: the run holds steps 0, 1, 2, 3"),
         ("loss=gspo", {"at": 1, "weights": 7}, "--weights 7: the run kept the versions 0, 1, 2, 3, 4"),
+        ("loss=gspo", {"at": 3, "weights": 0}, "these weights are older than the data"),
         ("advantage=grpo_passk,pass_k=20", {}, "asks for more completions than a group has"),
     ],
 )
