@@ -123,6 +123,8 @@ async def compare(
     train: int,
 ) -> dict[str, Any]:
     """Everything that is printed and drawn, as one JSON object."""
+    import numpy as np
+
     from nearpolicy.learner.gradients import GradientSketch, group_gradients
     from nearpolicy.objectives.comparison import cosine, distance
 
@@ -144,6 +146,11 @@ async def compare(
         gap = distance(found, exact, rounds=ROUNDS, seed=config.run.seed)
         gradients[name] = found.gradient()
         rows[name] = _row(found) | {
+            "gradient_norm_by_part": {
+                part: float(np.linalg.norm(gradients[name] - without.gradient()))
+                for part, other in without_a_part(objective).items()
+                for without in [group_gradients(workshop.learner(other), batch, sketch)]
+            },
             "cosine_to_importance_sampling": cosine(gradients[name], exact.gradient()),
             "importance_sampling": None if gap is None else asdict(gap),
         }
@@ -177,6 +184,16 @@ def full_importance_sampling(objective: ObjectiveConfig) -> ObjectiveConfig:
     return ObjectiveConfig(
         loss="pg", correction="sequence_truncate", correction_cap=1e30, loss_agg=objective.loss_agg, **kept
     )
+
+
+def without_a_part(objective: ObjectiveConfig) -> dict[str, ObjectiveConfig]:
+    """Each part of the loss beside the policy's -> the objective without it; the gradient is the sum of its parts."""
+    others = {}
+    if objective.kl_in == "loss":
+        others["kl"] = objective.model_copy(update={"kl_coef": 0.0, "kl_in": None, "reference": "none"})
+    if objective.entropy_coef:
+        others["entropy"] = objective.model_copy(update={"entropy_coef": 0.0})
+    return others
 
 
 class Workshop:

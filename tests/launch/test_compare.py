@@ -109,9 +109,12 @@ def test_training_on_the_recording_from_the_start_repeats_the_run(capsys, record
 
 
 def test_a_reference_and_a_file_may_be_compared_too_and_a_page_is_written(capsys, recording, tmp_path):
-    (tmp_path / "near.yaml").write_text("objective: {kl_coef: 0.1, kl_estimator: full}\n")
+    (tmp_path / "near.yaml").write_text("objective: {kl_coef: 0.1, kl_estimator: full, entropy_coef: 0.1}\n")
     found = compared(capsys, recording, str(tmp_path / "near.yaml"), at=1, out=tmp_path / "out")
-    assert found["objectives"]["near"]["gradient_norm"] > 0
+    near = found["objectives"]["near"]
+    assert near["gradient_norm"] > 0 and set(near["gradient_norm_by_part"]) == {"kl", "entropy"}
+    assert all(norm > 0 for norm in near["gradient_norm_by_part"].values())
+    assert found["objectives"]["recorded"]["gradient_norm_by_part"] == {}
     page = (tmp_path / "out" / "step-1-weights-1.html").read_text()
     assert "near" in page and "Cosine between gradients" in page
     assert json.loads((tmp_path / "out" / "step-1-weights-1.json").read_text()) == found
