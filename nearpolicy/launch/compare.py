@@ -179,7 +179,9 @@ def full_importance_sampling(objective: ObjectiveConfig) -> ObjectiveConfig:
         key: getattr(objective, key)
         for key in ("mask_truncated_completions", "overlong_buffer", "overlong_penalty", "length_cost", "length_reward")
     }
-    if objective.advantage not in ("vtrace", "teacher"):
+    if objective.advantage == "vtrace":
+        kept["advantage"] = "rloo"  # what V-trace is between equal policies at gamma 1
+    elif objective.advantage != "teacher":
         kept |= {key: getattr(objective, key) for key in ("advantage", "scale_rewards", "pass_k", "gamma")}
     return ObjectiveConfig(
         loss="pg", correction="sequence_truncate", correction_cap=1e30, loss_agg=objective.loss_agg, **kept

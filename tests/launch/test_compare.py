@@ -54,6 +54,7 @@ SAME_AT_EQUAL_POLICIES = [
     "loss=dppo",
     "loss=decoupled_ppo",
     "correction=none",
+    "loss=pg,advantage=vtrace",
 ]
 
 
@@ -67,7 +68,8 @@ def test_under_the_weights_that_sampled_most_objectives_are_one_and_have_no_bias
         assert row["importance_sampling"]["variance"] == pytest.approx(
             row["importance_sampling"]["reference_variance"], rel=1e-4
         )
-        assert found["cosines"]["recorded"][name] == pytest.approx(1.0, abs=1e-6)
+        if "vtrace" not in name:  # which does not divide by the group's spread
+            assert found["cosines"]["recorded"][name] == pytest.approx(1.0, abs=1e-6)
 
 
 def test_the_recorded_objective_gives_the_loss_and_the_gradient_that_the_run_logged(capsys, recording):
