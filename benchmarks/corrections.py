@@ -5,7 +5,7 @@
 Two runs of recipes/tiny.yaml with 16 prompts a step are recorded, synchronous, with the weights of every version. In
 the second one the engine rounds its logits to bfloat16 before it samples, as an engine with other kernels would be;
 the learner does not. Then ``nearpolicy compare`` looks at one batch of the first run under weights that are 0, 1, 4 and
-8 steps newer, and at one batch of the second run under its own. Prints Markdown tables; the last line is one JSON object.
+8 steps newer, and at one batch of the second run under its own. Prints Markdown; the last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
         record(folder / "rounding", STEP + 1, rounds=True)
         found = {f"{age} steps old": study(folder / "exact", STEP, STEP + age) for age in AGES}
         found["an engine that rounds"] = study(folder / "rounding", STEP, STEP)
-        trained = study(folder / "exact", 0, 0, train=arguments.steps)["trained"]
+        trained = study(folder / "exact", 0, STEP, train=STEP - 1)["trained"]
     for title, result in found.items():
         print(table(title, result))
     print(training_table(trained))
