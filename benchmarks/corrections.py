@@ -114,9 +114,9 @@ def table(title: str, result: Mapping[str, Any]) -> str:
 
 
 def training_table(trained: Mapping[str, Any]) -> str:
-    """Markdown: every objective trained on the same recording, from version 0."""
+    """Markdown: every objective trained on data that is as many steps old as the version it begins at."""
     lines = [
-        "### Trained on the recording\n",
+        f"### Trained from version {STEP} on the batches of steps 0 to {STEP - 2}\n",
         "| | held out before | after | entropy at the end |",
         "|---|---|---|---|",
     ]
