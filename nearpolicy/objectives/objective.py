@@ -162,8 +162,10 @@ class Objective:
             "correction/raw_mean": correction.raw,
             "correction/weight_mean": correction.weights,
             "correction/rejected_share": (~correction.kept).float(),
-            "policy/held_back_share": held_back(tokens.logprobs - proximal).float(),
+            "policy/held_back_share": _held_back(tokens, proximal).float(),
         }
+        if self.config.correction_cap is not None:
+            named["correction/truncated_mean"] = correction.raw.clamp(max=self.config.correction_cap)
         if self.needs_reference and self.config.loss != "opd":
             kl = self._kl(tokens)
             named["policy/kl_reference"] = kl.detach()
@@ -261,6 +263,15 @@ class Objective:
             case "k3":
                 return regularisers.k3(tokens.logprobs, tokens.reference_logprobs)
         return tokens.reference_kl
+
+
+def _held_back(tokens: Tokens, proximal: Tensor) -> Tensor:
+    """[N] bool: tokens with any log-ratio beyond what is exponentiated, to proximal, behaviour or reference policy."""
+    policies = [tokens.logprobs.detach(), proximal, tokens.behavior_logprobs]
+    pairs = [(policies[0], policies[1]), (policies[1], policies[2]), (policies[0], policies[2])]
+    if tokens.reference_logprobs is not None:
+        pairs.append((tokens.reference_logprobs, policies[0]))
+    return torch.stack([held_back(a - b) for a, b in pairs]).any(dim=0)
 
 
 def _clip_shares(log_ratio: Tensor, advantages: Tensor, clip: Mapping[str, float]) -> dict[str, Tensor]:

@@ -49,6 +49,7 @@ METRICS: Mapping[str, str] = {
     "learner/forward_tokens": "computed tokens, over all updates of the step",
     "learner/updates": "optimizer steps since the start of the run",
     "correction/raw_mean": "mean ratio of proximal to behaviour policy over computed tokens, before the correction",
+    "correction/truncated_mean": "mean of that ratio, at most `objective.correction_cap`",
     "correction/weight_mean": "mean weight of the behaviour correction over computed tokens, after truncation",
     "correction/rejected_share": "share of computed tokens that the correction rejected",
     "mismatch/kl": "KL from the behaviour to the proximal policy, in nats per token, by the k3 estimate",
