@@ -60,6 +60,16 @@ def first_error(error: BaseException) -> BaseException:
     return error
 
 
+def described(error: BaseException, limit: int = 300) -> str:
+    """Kind and text of any exception on one line; the text is foreign code's too, and may raise or be endless."""
+    try:
+        text = " ".join(str(error)[: 20 * limit].split())
+    except Exception:
+        text = "its text cannot be had"
+    text = text if len(text) <= limit else text[: limit - 3] + "..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def nearest(word: str, known: list[str]) -> str | None:
     """The closest of ``known`` to a misspelt ``word``, or None if nothing is close."""
     import difflib
