@@ -3,7 +3,7 @@
 A *failure* is data: a completion that could not be made, a verdict that could not be reached. It travels in a record
 (``Verdict.reason``, ``Group.failure``), is counted, and costs at most its group. An *error* ends the run. Every error a
 person can cause and repair derives from `UserError`: the command line prints its message without a traceback and exits
-with status 2.
+with status 2. A `StandstillError` is printed alike, with status 3.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ class RunFolderError(UserError):
 
 class RolloutsError(UserError):
     """Group after group fails, so that nothing will ever be trained; the message names the last reason."""
+
+
+class VerifierError(UserError):
+    """A reward that never gives an answer, so that nothing can be judged; the message names it and the last reason."""
 
 
 class StalenessError(NearpolicyError):

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "nearpolicy"
-BASE = frozenset({"errors", "records", "roles", "settings", "machine"})
+BASE = frozenset({"errors", "records", "roles", "settings", "machine", "visible"})
 
 ARROWS: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "records": frozenset(),
     "machine": frozenset(),
     "settings": frozenset(),
+    "visible": frozenset(),
     "roles": frozenset({"records"}),
     "recipe_keys": frozenset({"errors"}),
     # What roles are made of.

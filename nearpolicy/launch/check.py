@@ -218,7 +218,9 @@ def _print_section(title: str, lines: Iterable[tuple[str, str]]) -> None:
     from rich.console import Console
     from rich.text import Text
 
+    from nearpolicy.visible import visible
+
     console = Console(highlight=False, soft_wrap=True)
     console.print(Text(title, style="bold"))
     for label, value in lines:
-        console.print(Text.assemble((f"  {label:<24}", "dim"), value))
+        console.print(Text.assemble((f"  {label:<24}", "dim"), visible(value)))

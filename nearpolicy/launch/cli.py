@@ -1,7 +1,7 @@
 """``nearpolicy COMMAND``: a table of commands, each in a module that is imported when it runs and not before.
 
-A `UserError` is a message on stderr and exit status 2, never a traceback. ``--help`` loads neither torch nor numpy nor
-pydantic: the table carries the help lines.
+A `UserError` is a message on stderr and exit status 2, never a traceback; so is a `StandstillError`, with status 3.
+``--help`` loads neither torch nor numpy nor pydantic: the table carries the help lines.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ import typer.core
 import typer.main
 
 from nearpolicy import __version__
-from nearpolicy.errors import UserError
+from nearpolicy.errors import StandstillError, UserError
 from nearpolicy.machine import prepare_environment
+from nearpolicy.visible import visible
+
+STANDSTILL = 3
+"""Exit status of a run in which one part waited too long for another."""
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("nearpolicy.launch.train", "Run a recipe to its end; writes a run folder."),
@@ -77,9 +81,9 @@ def run(arguments: Sequence[str]) -> NoReturn:
     """Run a command line in this process; always ends with `SystemExit`."""
     try:
         app(args=list(arguments), prog_name="nearpolicy")
-    except UserError as error:
-        print(f"nearpolicy: {error}", file=sys.stderr)
-        sys.exit(2)
+    except (UserError, StandstillError) as error:
+        print(visible(f"nearpolicy: {error}"), file=sys.stderr)
+        sys.exit(STANDSTILL if isinstance(error, StandstillError) else 2)
     sys.exit(0)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -24,6 +23,7 @@ from nearpolicy.errors import UserError
 from nearpolicy.records import Outcome, Segment, Verdict
 from nearpolicy.store.reader import RunReader, StoredRollout
 from nearpolicy.store.schema import prompt_text
+from nearpolicy.visible import visible
 
 
 def command(
@@ -109,7 +109,7 @@ def _overview(run: RunReader) -> Text:
     ledger = run.ledger()
     total = sum(ledger.values())
     fates = ", ".join(f"{fate.value} {tokens:,}" for fate, tokens in sorted(ledger.items(), key=lambda kv: -kv[1]))
-    head = Text(run.name, style="bold")
+    head = Text(visible(run.name), style="bold")
     return head.append(f"  {len(run.steps())} steps, {total:,} sampled tokens ({fates})", style="not bold dim")
 
 
@@ -134,7 +134,7 @@ def _verdict_table(item: StoredRollout) -> Table:
     for source, verdict in item.verdicts.items():
         style = {Outcome.SCORED: "green", Outcome.FAILED: "red"}.get(verdict.outcome, "yellow")
         value = "" if verdict.value is None else f"{verdict.value:g}"
-        table.add_row(Text(source), Text(verdict.outcome.value, style), Text(value), Text(_remarks(verdict)))
+        table.add_row(Text(visible(source)), Text(verdict.outcome.value, style), Text(value), Text(_remarks(verdict)))
     return table
 
 
@@ -188,10 +188,3 @@ def runs(values: Sequence[int]) -> str:
 
 def _runs(values: Sequence[int]) -> Iterator[str]:
     return (f"{value}×{len(list(same))}" for value, same in groupby(values))
-
-
-def visible(text: str) -> str:
-    """Text that a terminal can take: control characters (escape sequences among them) and surrogates as escapes."""
-    return re.sub(
-        r"[^\n\t\x20-\x7e\xa0-\ud7ff\ue000-\U0010ffff]", lambda m: m[0].encode("unicode_escape").decode(), text
-    )

@@ -77,17 +77,23 @@ def score(reward: BuiltIn, sample: Sample) -> Verdict:
         return Verdict.failed(str(error))
 
 
-def control(reward: BuiltIn, columns: Mapping[str, Any]) -> str | None:
-    """A completion that must score above 0, or None if the reward knows none.
+ANOTHER = r"\boxed{17}"
+"""An answer that is trivial to read, and nearly always another one than the right one."""
 
-    Scored after a completion ran into a limit, in the same place: if it passes, the completion was the cause.
+
+def controls(reward: BuiltIn, columns: Mapping[str, Any]) -> tuple[str, ...]:
+    """Completions to score after one ran into a limit, in the same place; none if the reward knows none.
+
+    The first is right and must score above 0, the second must be answered, with whatever score. Only then the
+    completion was the cause: a right answer is often recognised letter by letter, and ``9^9^9^9`` is not computed
+    before it is compared with something else.
     """
     if isinstance(reward, MathVerifyReward):
-        return _as_latex(_answer(reward.answer_column, columns))
+        return _as_latex(_answer(reward.answer_column, columns)), ANOTHER
     if isinstance(reward, ReasoningGymReward):
-        answer = _answer(reward.answer_column, columns)
-        return f"<{reward.answer_tag}>{answer}</{reward.answer_tag}>" if reward.answer_tag else answer
-    return None
+        tag, answer = reward.answer_tag, _answer(reward.answer_column, columns)
+        return tuple(f"<{tag}>{text}</{tag}>" if tag else text for text in (answer, ANOTHER))
+    return ()
 
 
 def _column(name: str, columns: Mapping[str, Any]) -> Any:

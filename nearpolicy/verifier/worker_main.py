@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from nearpolicy.errors import described
 from nearpolicy.records import Verdict
 from nearpolicy.verifier import functions, rewards
 from nearpolicy.verifier.functions import RewardFunctionError, UserFunction
@@ -75,7 +76,7 @@ def _prepared(setup: Setup, stream: BinaryIO) -> dict[str, UserFunction | BuiltI
             if not isinstance(scorer, UserFunction):
                 rewards.preload(scorer)
         except BaseException as error:
-            _say(stream, {"status": "refused", "message": f"{key} cannot be loaded: {type(error).__name__}: {error}"})
+            _say(stream, {"status": "refused", "message": f"{key} cannot be loaded: {described(error)}"})
             return None
     _say(stream, {"status": "ready"})
     return scorers

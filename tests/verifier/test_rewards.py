@@ -166,7 +166,9 @@ def test_a_completion_that_math_verify_cannot_read_is_wrong_not_a_failure(text):
 
 def test_control_of_math_verify_passes_its_own_reward():
     for answer in ("5", r"\frac{1}{7}", r"$x^2$", "3/4"):
-        assert value(MathVerifyReward(), rewards.control(MathVerifyReward(), {"answer": answer}), answer=answer) == 1.0
+        assert (
+            value(MathVerifyReward(), rewards.controls(MathVerifyReward(), {"answer": answer})[0], answer=answer) == 1.0
+        )
 
 
 # reasoning-gym
@@ -182,7 +184,7 @@ def test_reasoning_gym_scores_with_the_data_sets_own_function():
     tagged = ReasoningGymReward(answer_tag="answer")
     assert value(tagged, f"<answer>1</answer> no, <answer> {entry['answer']} </answer>!", **columns) == 1.0
     assert value(tagged, entry["answer"], **columns) == data.score_answer(None, entry) != 1.0
-    assert value(tagged, rewards.control(tagged, columns), **columns) == 1.0
+    assert value(tagged, rewards.controls(tagged, columns)[0], **columns) == 1.0
 
 
 def test_reasoning_gym_scores_by_the_settings_of_its_generator():
