@@ -67,6 +67,8 @@ class SingleTurn:
         early: list[str] = []
 
         def cut_off(reason: str) -> None:
+            if len(tasks) == self._n and all(task.done() for _, _, task in tasks):
+                return  # it has just completed, and the task group takes no more
             early.append(": ".join([reason, *filter(None, [self._missing(tasks)])]))
             judging.create_task(self._generator.abort([request.id]))  # what is left comes back as aborted
             for _, _, task in tasks:

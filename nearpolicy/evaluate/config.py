@@ -10,7 +10,8 @@ from nearpolicy.settings import ConfigModel
 
 
 class EvaluationConfig(ConfigModel):
-    """Section `evaluation`: held-out accuracy, always under one fixed version of the weights."""
+    """Section `evaluation`: held-out accuracy, always under one fixed version of the weights. An answer is right if the
+    task's first reward gives it 1 or more (before its weight), or says so in its part `correct`."""
 
     every: NonNegativeInt = 0
     """Steps between evaluations; 0 evaluates only before the first and after the last step."""

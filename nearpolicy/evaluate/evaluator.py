@@ -7,12 +7,13 @@ evaluations and never have a training fate.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from nearpolicy.errors import first_error
+from nearpolicy.errors import UserError, first_error
 from nearpolicy.evaluate.config import EvaluationConfig
 from nearpolicy.evaluate.metrics import HeldOutScore, held_out_scores
 from nearpolicy.records import Finish, Prompt, Rollout, Verdict
@@ -30,6 +31,10 @@ class HeldOut:
     task: str
     prompts: Sequence[Prompt]
     judge: str
+
+
+class NotJudgedError(UserError):
+    """No answer of an evaluation could be judged; the message names the reasons."""
 
 
 class Evaluator:
@@ -60,12 +65,38 @@ class Evaluator:
         length = config.max_completion_length or sampling.max_tokens
         self._greedy = replace(plain, temperature=config.temperature, max_tokens=length)
         self._sampled = replace(plain, temperature=config.pass_temperature, max_tokens=length)
+        self.reasons: Counter[str] = Counter()
+        """Why answers of the last evaluation were not judged, and how many each time."""
+        self._tell: Callable[[], None] = _nobody_listens
 
-    async def run(self, version: int, *, with_pass: bool) -> list[EvaluatedSample]:
-        """All samples of one evaluation; ``with_pass`` adds those for pass@k."""
+    def _modes(self, with_pass: bool) -> list[tuple[str, Sampling, int]]:
+        """(mode, sampling, completions per question)."""
         modes = [("accuracy", self._greedy, self._config.num_samples)]
         if with_pass and self._config.pass_k:
             modes.append(("pass", self._sampled, self._config.pass_samples))
+        return modes
+
+    def size(self, *, with_pass: bool) -> int:
+        """Completions of one evaluation."""
+        return sum(len(task.prompts) for task in self._tasks) * sum(n for _, _, n in self._modes(with_pass))
+
+    def plan(self, *, with_pass: bool) -> str:
+        """What one evaluation asks, for people: ``200 questions: 200 greedy + 1,600 samples for pass@8``."""
+        questions, config = sum(len(task.prompts) for task in self._tasks), self._config
+        how = "greedy" if config.temperature == 0 else f"at temperature {config.temperature:g}"
+        parts = [f"{questions * config.num_samples:,} {how}"]
+        if len(self._modes(with_pass)) > 1:
+            passes = ", ".join(f"pass@{k}" for k in config.pass_k)
+            parts.append(f"{questions * config.pass_samples:,} samples for {passes}")
+        return f"{questions:,} question{'' if questions == 1 else 's'}: {' + '.join(parts)}"
+
+    async def run(
+        self, version: int, *, with_pass: bool, on_answer: Callable[[], None] | None = None
+    ) -> list[EvaluatedSample]:
+        """All samples of one evaluation; ``with_pass`` adds those for pass@k. ``on_answer`` is called after each."""
+        self.reasons.clear()
+        self._tell = on_answer or _nobody_listens
+        modes = self._modes(with_pass)
         try:
             async with asyncio.TaskGroup() as tasks:
                 asked = [
@@ -120,9 +151,34 @@ class Evaluator:
     ) -> tuple[Rollout, float | None]:
         rollout = completion.rollout(context, self._decode(completion.token_ids), self._numerics)
         if completion.finish in (Finish.FAILED, Finish.ABORTED):
-            return rollout, None
-        verdicts = await self._verifier.score(prompt, rollout)
-        return rollout, correctness(verdicts[task.judge])
+            value, reason = None, completion.reason or f"the completion ended as {completion.finish.value}"
+        else:
+            verdict = (await self._verifier.score(prompt, rollout))[task.judge]
+            value, reason = correctness(verdict), verdict.reason
+        if value is None:
+            self.reasons[reason or "no reason given"] += 1
+        self._tell()
+        return rollout, value
+
+    def require_judged(self, samples: Sequence[EvaluatedSample]) -> None:
+        """`NotJudgedError` if answers were asked for and not one could be judged."""
+        if not samples or any(sample.correct is not None for sample in samples):
+            return
+        judges = ", ".join(dict.fromkeys(repr(task.judge) for task in self._tasks))
+        raise NotJudgedError(
+            f"held-out answers cannot be judged by the first reward, {judges}: {self.not_judged(len(samples))}. "
+            "Fix the reward, put one that can judge first, or set held_out: 0"
+        )
+
+    def not_judged(self, count: int) -> str:
+        """``10 of 10 not judged, because: ...`` with the most frequent reason; ``count`` answers were asked for."""
+        [(reason, _)] = self.reasons.most_common(1)
+        often = " most often" if len(self.reasons) > 1 else ""
+        return f"{self.reasons.total():,} of {count:,} not judged,{often} because: {reason}"
+
+
+def _nobody_listens() -> None:
+    pass
 
 
 def correctness(verdict: Verdict) -> float | None:

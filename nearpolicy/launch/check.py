@@ -14,11 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nearpolicy.errors import ConfigError, UserError
+from nearpolicy.launch.words import count, expected_answer, quoted
+
 if TYPE_CHECKING:
     from nearpolicy.config import RunConfig
     from nearpolicy.launch.sizes import ModelShape
     from nearpolicy.models.tokenizer import Renderer
     from nearpolicy.tasks.mixture import Mixture, TaskData
+    from nearpolicy.verifier.config import RewardConfig
+    from nearpolicy.verifier.functions import UserFunction
 
 Lines = Iterator[tuple[str, str]]
 
@@ -32,10 +37,18 @@ def command(
     from nearpolicy.config import load_recipe
 
     config = load_recipe(recipe, overrides or ())
-    shape = refuse(config, makes_run=True)
-    mixture = load_data(config) if data else None
+    functions, problems = _load_functions(config)
+    try:
+        shape = refuse(config, makes_run=True)
+    except UserError as error:
+        problems.insert(0, str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    renderer = _renderer(config) if data else None
+    mixture = load_data(config, renderer=renderer) if data else None
     sections = [
         ("run", _run(config)),
+        ("rewards", _rewards(config, functions)),
         ("sizes", _sizes(config)),
         ("model", _model(config, shape)),
         ("memory", _memory(config, shape)),
@@ -43,7 +56,7 @@ def command(
     ]
     if mixture is not None:
         limit = config.sampling.max_prompt_length
-        sections += [(f"data of task {name}", _data(task, limit)) for name, task in mixture.tasks.items()]
+        sections += [(f"data of task {name}", _data(task, limit, renderer)) for name, task in mixture.tasks.items()]
     for title, lines in sections:
         _print_section(title, lines)
 
@@ -54,7 +67,6 @@ def refuse(config: RunConfig, *, makes_run: bool) -> ModelShape | None:
     ``makes_run``: whether `run.dir` will be taken (the recipe of a finished run names its own folder). Returns the
     model's shape, or None if it lies on a hub and has not been fetched.
     """
-    from nearpolicy.errors import ConfigError, UserError
     from nearpolicy.launch.sizes import model_shape, reference_shape
     from nearpolicy.store.folder import refuse_unusable
     from nearpolicy.tasks.sources import check_exists
@@ -83,10 +95,12 @@ def refuse(config: RunConfig, *, makes_run: bool) -> ModelShape | None:
     return shape
 
 
-def load_data(config: RunConfig, functions: Mapping[str, Callable[..., Any]] | None = None) -> Mixture:
+def load_data(
+    config: RunConfig, functions: Mapping[str, Callable[..., Any]] | None = None, renderer: Renderer | None = None
+) -> Mixture:
     """Every row of every task as the run would see it; `DataError` speaks for all tasks together.
 
-    ``functions``: user rewards at hand, by the path a reward names them with.
+    ``functions``: user rewards at hand, by the path a reward names them with. ``renderer``: the recipe's, if loaded.
     """
     from nearpolicy.tasks.mixture import load_mixture
     from nearpolicy.verifier.functions import required_columns
@@ -94,7 +108,7 @@ def load_data(config: RunConfig, functions: Mapping[str, Callable[..., Any]] | N
     return load_mixture(
         config.tasks,
         seed=config.run.seed,
-        renderer=_renderer(config),
+        renderer=renderer or _renderer(config),
         max_prompt_length=config.sampling.max_prompt_length,
         reward_columns=partial(required_columns, at_hand=functions or {}),
     )
@@ -110,6 +124,20 @@ def _renderer(config: RunConfig) -> Renderer:
     from nearpolicy.models.loading import resolve
 
     return Renderer(load_tokenizer(str(resolve(config.model.path))))
+
+
+def _load_functions(config: RunConfig) -> tuple[dict[str, UserFunction], list[str]]:
+    """User reward functions by their paths, loaded and looked at, and what is wrong with the others."""
+    from nearpolicy.verifier.config import FunctionReward
+    from nearpolicy.verifier.functions import prepare
+
+    functions, problems = {}, []
+    for reward in [reward for task in config.tasks for reward in task.rewards if isinstance(reward, FunctionReward)]:
+        try:
+            functions[reward.path] = prepare(reward)
+        except UserError as error:
+            problems.append(str(error))
+    return functions, list(dict.fromkeys(problems))
 
 
 def _package_problems(config: RunConfig) -> Iterator[str]:
@@ -153,6 +181,30 @@ def _run(config: RunConfig) -> Lines:
         yield f"task {task.name}", f"{task.weight / total:.0%} of prompts, held out {task.held_out}, reward {rewards}"
 
 
+def _rewards(config: RunConfig, functions: Mapping[str, UserFunction]) -> Lines:
+    for task in config.tasks:
+        where = f"{task.name}: " if len(config.tasks) > 1 else ""
+        for reward in task.rewards:
+            if reward.kind == "function":
+                function = functions[reward.path]
+                reads = f", reads {', '.join(function.columns)}" if function.columns else ""
+                yield f"reward {reward.source}", f"{where}{reward.path}, {function.shape.value} shape{reads}"
+        if task.held_out:
+            yield "held-out accuracy", where + _judge(task.rewards[0])
+
+
+def _judge(reward: RewardConfig) -> str:
+    """What decides whether a held-out answer is right."""
+    from nearpolicy.evaluate.evaluator import CORRECT
+
+    judged = f"judged by: {reward.source}, right from {CORRECT:.1f}"
+    if reward.kind == "number":
+        return f"{judged} (by its part `correct`: what stands around the number does not count)"
+    if reward.kind == "function":
+        return f"{judged}; what a function gives at most cannot be known: it must give {CORRECT:.1f} to right answers"
+    return judged
+
+
 def _sizes(config: RunConfig) -> Lines:
     queue, sampling, updates = config.queue, config.sampling, config.learner.updates_per_step
     completions = config.completions_per_step
@@ -165,8 +217,10 @@ def _sizes(config: RunConfig) -> Lines:
     yield "updates", f"{updates} per step, {updates * config.run.steps:,} in {config.run.steps} steps"
     yield "slots", f"{queue.num_slots} groups = {ahead} completions admitted but not yet in published weights, at most"
     yield "decoded at once", f"{min(config.generator.max_running, ahead)} sequences"
-    yield "staleness", f"at most {queue.max_staleness} (steps) when consumed, {lag} updates at the end of the step"
-    yield "weights published", f"every {config.sync.weight_sync_steps} step(s)"
+    oldest = f"at most {count(queue.max_staleness, 'step')} when consumed"
+    yield "staleness", f"{oldest}, {count(lag, 'update')} at the end of the step"
+    every = config.sync.weight_sync_steps
+    yield "weights published", "after every step" if every == 1 else f"every {every} steps"
 
 
 def _model(config: RunConfig, shape: ModelShape | None) -> Lines:
@@ -182,17 +236,27 @@ def _model(config: RunConfig, shape: ModelShape | None) -> Lines:
 
 
 def _memory(config: RunConfig, shape: ModelShape | None) -> Lines:
-    from nearpolicy.launch.sizes import available_memory_mb, memory_by_owner
+    from nearpolicy.launch.sizes import (
+        LIBRARIES_MB,
+        available_memory_mb,
+        largest_microbatch,
+        memory_by_owner,
+        memory_warning,
+        peak_memory_mb,
+    )
 
     if shape is None:
+        yield "together", "unknown until the model is fetched from the hub"
         return
-    owners = memory_by_owner(config, shape)
-    for owner, size in owners.items():
-        yield owner, f"{size:,.0f} MB"
-    total, free = sum(owners.values()), available_memory_mb()
-    yield "together", f"about {total:,.0f} MB, and libraries"
-    if free is not None:
-        yield "free now", f"{free:,.0f} MB" + (": NOT ENOUGH" if total > free else "")
+    for owner, size in memory_by_owner(config, shape).items():
+        yield owner, f"{size:,.0f} MB" if size >= 10 else f"{size:.1f} MB"
+    yield "libraries", f"{LIBRARIES_MB} MB"
+    yield "largest micro-batch", f"{largest_microbatch(config):,} tokens"
+    yield "together", f"at most about {peak_memory_mb(config, shape):,.0f} MB, a tenth for the allocator included"
+    if (free := available_memory_mb()) is not None:
+        yield "free now", f"{free:,.0f} MB"
+    if (warning := memory_warning(config, shape)) is not None:
+        yield "NOT ENOUGH", warning
 
 
 def _machine(config: RunConfig) -> Lines:
@@ -201,17 +265,23 @@ def _machine(config: RunConfig) -> Lines:
 
     engine, learner = role_threads(config, num_cores())
     yield "cores", str(num_cores())
-    yield "threads", f"engine {engine}, learner {learner}"
+    borrows = config.learner.threads is None and learner < num_cores()
+    more = f" ({num_cores()} while the engine has nothing to do)" if borrows else ""
+    yield "threads", f"engine {engine}, learner {learner}{more}"
     yield "python", platform.python_version()
     yield "packages", ", ".join(f"{name} {version}" for name, version in versions().items())
 
 
-def _data(task: TaskData, limit: int) -> Lines:
+def _data(task: TaskData, limit: int, renderer: Renderer) -> Lines:
     left_out = {**task.skipped, "same question as an earlier row": task.repeated}
     reasons = [f"{count} left out: {why}" for why, count in left_out.items() if count]
     yield "rows", ", ".join([str(task.rows), *reasons])
     yield "training, held out", f"{len(task.training)}, {len(task.held_out)}"
     yield "prompt length", f"{task.lengths} (limit {limit})"
+    first = task.training[0]
+    yield "first prompt", quoted(renderer.tokenizer.decode(renderer.prompt_ids(first)))
+    answer = expected_answer(task.config.model_dump(), first.columns)
+    yield "its answer", "no answer column" if answer is None else quoted(answer)
 
 
 def _print_section(title: str, lines: Iterable[tuple[str, str]]) -> None:
@@ -220,7 +290,8 @@ def _print_section(title: str, lines: Iterable[tuple[str, str]]) -> None:
 
     from nearpolicy.visible import visible
 
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(Text(title, style="bold"))
+    console, lines = Console(highlight=False, soft_wrap=True), list(lines)
+    if lines:
+        console.print(Text(title, style="bold"))
     for label, value in lines:
         console.print(Text.assemble((f"  {label:<24}", "dim"), visible(value)))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nearpolicy.errors import ConfigError, ModelError
+from nearpolicy.launch.progress import progress
 
 if TYPE_CHECKING:
     from nearpolicy.config import RunConfig
@@ -22,7 +23,7 @@ def command(
     checkpoint: Annotated[
         Path | None, typer.Option(help="A checkpoint folder, in place of the recipe's model.", show_default=False)
     ] = None,
-    show: Annotated[int, typer.Option(help="Print this many answers.")] = 0,
+    show: Annotated[int, typer.Option(help="Print this many answers.", min=0)] = 0,
 ) -> None:
     """Evaluate on held-out questions: accuracy, unbiased pass@k. The last line is one JSON object."""
     from nearpolicy.config import load_recipe
@@ -59,11 +60,21 @@ async def evaluate(config: RunConfig, folder: Path | None) -> list[EvaluatedSamp
             await parts.runner.set_threads(parts.all_threads)
             evaluator = build.make_evaluator(config, language, parts.runner, verifier)
             assert evaluator is not None  # refused above
-            return await evaluator.run(0, with_pass=True)
+            print(f"evaluating on {evaluator.plan(with_pass=True)}", flush=True)
+            with progress(evaluator.size(with_pass=True), _say) as advance:
+                samples = await evaluator.run(0, with_pass=True, on_answer=advance)
+            evaluator.require_judged(samples)
+            if evaluator.reasons:
+                print(evaluator.not_judged(len(samples)))
+            return samples
         finally:
             parts.runner.close()
     finally:
         await verifier.close()
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
 
 
 def scores_as_json(samples: list[EvaluatedSample], config: RunConfig) -> dict[str, Any]:

@@ -1,12 +1,12 @@
-"""``python -m nearpolicy.launch.reference``: write docs/recipe-reference.md from the config models.
+"""``python -m nearpolicy.launch.reference``: write docs/recipe-reference.md and docs/metrics.md.
 
-The text under each key is the docstring in the code, so that the two cannot disagree; a test fails when the file is
-old."""
+Every key of a recipe is explained by its docstring in the config models, every metric by its entry in the table of
+names, so that code and page cannot disagree; a test fails when a page is old."""
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -16,9 +16,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from nearpolicy.config import RunConfig
+from nearpolicy.launch.train import StepLine
 from nearpolicy.recipe_keys import models_in
+from nearpolicy.telemetry.metrics import FAMILIES, METRICS
 
-FILE = Path("docs/recipe-reference.md")
+FOLDER = Path("docs")
 
 _OPENING = """# Recipe reference
 
@@ -113,12 +115,60 @@ def _default(field: FieldInfo) -> str:
     return "" if value is None else f"`{json.dumps(value)}`"
 
 
+_METRICS_OPENING = """# Metrics
+
+<!-- Written by `python -m nearpolicy.launch.reference` from nearpolicy/telemetry/metrics.py. Do not edit. -->
+
+`metrics.jsonl` in the run folder has one JSON object per line: `step`, `time` (seconds since 1970) and metrics under
+the names below. Steps count from 0, here, in the terminal, in `nearpolicy inspect` and in the report; step s makes
+version s + 1 of the weights, and version 0 is what the run starts from. An evaluation has a line of its own; its `step`
+is the version that was evaluated.
+
+A metric that nobody can tell is left out: without a group that carries signal there is no gradient norm, for example.
+A value that is not finite is `null` and stands under `not_finite` with what it was.
+
+A *computed* token is a trained one that went through the learner in the step. Rollouts whose advantage is 0 are trained
+too, but add nothing to the gradient, and are skipped.
+"""
+
+
+def metrics_page() -> str:
+    """The whole page."""
+    parts = [_METRICS_OPENING, "## Columns in the terminal", "\n".join(_columns())]
+    families = dict.fromkeys(name.split("/")[0] for name in METRICS)
+    for family in families:
+        names = [name for name in METRICS if name.split("/")[0] == family]
+        rows = [f"| `{name}` | {METRICS[name]} |" for name in names]
+        parts += [f"## `{family}/`", FAMILIES.get(family, ""), "\n".join(["| name | meaning |", "|---|---|", *rows])]
+    return "\n\n".join(part.strip() for part in parts if part) + "\n"
+
+
+def _columns() -> Iterator[str]:
+    yield "| column | metric | meaning |"
+    yield "|---|---|---|"
+    yield "| step | `step` | which step, from 0 |"
+    yield "| version | | the version of the weights that the step made, of the steps asked for |"
+    for title, name, _, _ in StepLine.COLUMNS:
+        meaning = METRICS[name]
+        if name == "mismatch/logprob_diff_max":
+            meaning = "largest absolute difference of log-probabilities, behaviour against proximal policy (below)"
+        yield f"| {title} | `{name}` | {meaning}{', in seconds' if name.endswith('_s') else ''} |"
+
+
+def pages() -> dict[str, str]:
+    """File name -> text."""
+    return {"recipe-reference.md": reference(), "metrics.md": metrics_page()}
+
+
 def main() -> None:
-    """Write the page; the argument is another place for it."""
-    file = Path(sys.argv[1]) if len(sys.argv) > 1 else FILE
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(reference(), encoding="utf-8")
-    print(f"wrote {file}")
+    """Write the pages."""
+    parser = argparse.ArgumentParser(prog="python -m nearpolicy.launch.reference", description=main.__doc__)
+    parser.add_argument("folder", type=Path, nargs="?", default=FOLDER, help="where to; docs unless given")
+    folder: Path = parser.parse_args().folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in pages().items():
+        (folder / name).write_text(text, encoding="utf-8")
+        print(f"wrote {folder / name}")
 
 
 if __name__ == "__main__":

@@ -9,13 +9,14 @@ import typer
 
 from nearpolicy.errors import RunFolderError
 from nearpolicy.evaluate.metrics import HeldOutScore, held_out_scores
+from nearpolicy.launch.words import place
 from nearpolicy.store.reader import RunReader
 from nearpolicy.telemetry.report import HeldOutPoint, render_report
 
 
 def command(run: Annotated[Path, typer.Argument(help="The run folder.")]) -> None:
     """Write the run's report: one HTML file with everything inside."""
-    print(write_report(run))
+    print(place(write_report(run).resolve()))
 
 
 def write_report(run_dir: Path) -> Path:

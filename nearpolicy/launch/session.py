@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from nearpolicy.config import RunConfig, dump_resolved
 from nearpolicy.errors import RolloutsError, first_error
+from nearpolicy.launch.progress import progress
 from nearpolicy.launch.sizes import versions
+from nearpolicy.launch.words import place
 from nearpolicy.machine import peak_memory_mb
 from nearpolicy.records import Fate, Group, StepReport
 from nearpolicy.store.folder import RunFolder, create_run_folder
@@ -81,7 +83,7 @@ class Session:
         config = self.config
         if self.folder is None:
             self.folder = create_run_folder(config.run.name, directory=config.run.dir)
-        self.say(f"run folder: {self.folder.path}")
+        self.say(f"run folder: {place(self.folder.path)}")
         plain = config.model_dump(mode="json")
         sinks = open_sinks(config.telemetry.sinks, self.folder.path, plain)
         closing.callback(sinks.close)
@@ -260,15 +262,20 @@ class Session:
         from nearpolicy.evaluate.metrics import held_out_scores
 
         begin = time.monotonic()
-        samples = await self.evaluator.run(version, with_pass=with_pass)
+        self.say(f"evaluating version {version} on {self.evaluator.plan(with_pass=with_pass)}")
+        with progress(self.evaluator.size(with_pass=with_pass), self.say) as advance:
+            samples = await self.evaluator.run(version, with_pass=with_pass, on_answer=advance)
         seconds = time.monotonic() - begin
         self._evaluation_s += seconds
         self.store.evaluated(samples)
         metrics = score_metrics(held_out_scores(samples), self.config.evaluation.pass_k)
         self.telemetry.log_step(version, metrics)
         self.telemetry.event("evaluate", "evaluate", version=version, seconds=seconds, questions=len(samples))
-        found = ", ".join(f"{name.removeprefix('evaluation/')} {value:.3f}" for name, value in metrics.items())
-        self.say(f"held out, version {version}: {found} ({seconds:.0f} s)")
+        found = [f"{name.removeprefix('evaluation/')} {value:.3f}" for name, value in metrics.items()]
+        if version == 0:
+            self.evaluator.require_judged(samples)  # nothing that is learned could be measured
+        found += [self.evaluator.not_judged(len(samples))] if self.evaluator.reasons else []
+        self.say(f"held out, version {version}: {', '.join(found)} ({seconds:.0f} s)")
         return summary_of(samples, self.config.evaluation.pass_k)
 
     async def _keep(self, version: int) -> None:
@@ -290,7 +297,7 @@ class Session:
         )
         with self.telemetry.span("learner", "checkpoint", step=self.learner.inner.version):
             path = await self.learner.call(save)
-        self.say(f"checkpoint: {path}")
+        self.say(f"checkpoint: {place(path)}")
 
     # The pipeline's `Telemetry`: everything goes to the recorder, and step metrics to whoever watches.
 
@@ -312,8 +319,15 @@ class Session:
         with RunReader(self.folder.path) as run:
             lines = run.metrics()
             ledger = dict(run.ledger().items())
+        config = self.config
         summary = {
+            "run": self.folder.name,
+            "model": config.model.path,
+            "seed": config.run.seed,
+            "max_staleness": config.queue.max_staleness,
             "steps": steps,
+            "steps_asked": config.run.steps,
+            "ended": "finished" if steps == config.run.steps else "stopped",
             **{name: round(seconds, 2) for name, seconds in times.items()},
             "peak_memory_mb": round(peak_memory_mb(), 1),
             "memory_mb": {owner: round(size, 1) for owner, size in self.memory.items()},

@@ -21,8 +21,12 @@ from nearpolicy.models.config import TINY, ModelConfig
 MB = 1024 * 1024
 PAGE = 64
 """Positions in a page of keys and values (`nearpolicy.models.attention`, which loads torch)."""
+QUERY_CHUNK = 256
+"""Queries of one sequence whose attention is kept for the backward pass (`nearpolicy.models.attention`)."""
 HEAD_CHUNK = 1024
 """Rows of logits the learner holds at once (`nearpolicy.models.policy`)."""
+LIBRARIES_MB = 450
+"""Python with torch, transformers and the other packages, as measured with a model of no size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +40,7 @@ class ModelShape:
     hidden: int
     intermediate: int
     vocabulary: int
+    heads: int
     kv_heads: int
     kv_width: int
     """Keys and values of one token in one layer, over all their heads."""
@@ -97,6 +102,7 @@ def shape_of(config: Mapping[str, Any], *, parameters: int | None) -> ModelShape
         hidden=hidden,
         intermediate=intermediate,
         vocabulary=vocabulary,
+        heads=heads,
         kv_heads=kv_heads,
         kv_width=kv_width,
         max_length=int(longest) if longest else None,
@@ -128,31 +134,80 @@ def kv_sequence_mb(config: RunConfig, shape: ModelShape) -> float:
     return pages * PAGE * shape.layers * (shape.kv_width + shape.kv_heads) * number_bytes(config.model) / MB
 
 
+def largest_microbatch(config: RunConfig) -> int:
+    """Tokens of the largest micro-batch: what the learner may take at once, or all that a step has. Completions of a
+    group share their prompt, and the last token of each predicts nothing."""
+    sampling = config.sampling
+    group = sampling.max_prompt_length + sampling.num_generations * (sampling.max_completion_length - 1)
+    return min(config.learner.max_tokens_per_microbatch, config.queue.prompts_per_step * group)
+
+
 def memory_by_owner(config: RunConfig, shape: ModelShape) -> dict[str, float]:
-    """Owner -> MB. Activations leave attention scores out, which are recomputed where they are large."""
+    """Owner -> MB, at most: with prompts and completions of full length, and gradients to compute.
+
+    Publication, evaluation and checkpoints take nothing of their own: they go through the tensors that are there.
+    """
     size, weights = number_bytes(config.model), shape.parameters * number_bytes(config.model) / MB
-    # Two means in float32, and a float32 copy of weights that are narrower.
-    optimizer = shape.parameters * (8 if size == 4 else 12) / MB
+    # Two means in float32; for narrower weights also a copy of them and of their gradients.
+    optimizer = shape.parameters * (8 if size == 4 else 16) / MB
     running = config.generator.max_running
     held = running + max(1, running // 4)  # sequences, and prompts of groups that have not begun
     kv = config.generator.kv_memory_mb or held * kv_sequence_mb(config, shape)
-    tokens = config.learner.max_tokens_per_microbatch
-    # Kept per layer for the backward pass: two norms, q, k, v before and after rotation, attention, its projection, the
-    # residual, and four rows of the feed-forward part.
-    layer = 6 * shape.hidden + 2 * (shape.hidden + shape.kv_width) + 4 * shape.intermediate
-    kept = shape.layers * shape.hidden + layer if config.learner.activation_checkpointing else shape.layers * layer
-    head = 2 * min(tokens, HEAD_CHUNK) * shape.vocabulary * 4 / MB
+    engine = 3 * running * shape.vocabulary * 4 + config.generator.prefill_chunk * _widths(shape) * size
     owners = {
         "learner: weights": weights,
         "learner: gradients": weights,
         "learner: AdamW": optimizer,
-        "learner: activations": tokens * kept * size / MB + head,
+        "learner: activations": _activations_mb(config, shape),
         "engine: weights": weights,
         "engine: keys and values": kv,
+        "engine: activations": engine / MB,
     }
     if (reference := reference_shape(config, shape)) is not None:
         owners["learner: reference"] = reference.parameters * size / MB
     return owners
+
+
+def _widths(shape: ModelShape) -> int:
+    """Numbers per token that a layer keeps for its backward pass outside attention: two norms, q, k, v before and after
+    rotation, attention, its projection, the residual, and four rows of the feed-forward part."""
+    return 6 * shape.hidden + 2 * (shape.hidden + shape.kv_width) + 4 * shape.intermediate
+
+
+def _activations_mb(config: RunConfig, shape: ModelShape) -> float:
+    """What the learner's largest micro-batch keeps for its backward pass, and what that pass adds."""
+    sampling, size, tokens = config.sampling, number_bytes(config.model), largest_microbatch(config)
+    longest = sampling.max_prompt_length + min(sampling.max_completion_length, QUERY_CHUNK)  # beyond: recomputed
+    pages = math.ceil(longest / PAGE)
+    group = sampling.max_prompt_length + sampling.num_generations * (sampling.max_completion_length - 1)
+    gathered = (sampling.num_generations + 1) / group * pages * PAGE * (shape.kv_width + shape.kv_heads)
+    attention = 2 * shape.hidden + shape.heads * pages * PAGE + gathered  # queries, sums; scores; keys and values
+    layer = _widths(shape) + attention
+    kept = shape.layers * shape.hidden + layer if config.learner.activation_checkpointing else shape.layers * layer
+    # Logits, their logarithms and their gradients; two gradients of the embedding before they are added up.
+    head = 4 * min(tokens, HEAD_CHUNK) * shape.vocabulary * 4 + 2 * shape.vocabulary * shape.hidden * size
+    return (tokens * kept * size + head) / MB
+
+
+def peak_memory_mb(config: RunConfig, shape: ModelShape) -> float:
+    """Peak memory of a run at most: libraries and what the owners hold, and a tenth for what the allocator keeps.
+
+    The rule gives 4,558 MB for recipes/demo.yaml, where 4,459 to 4,677 were measured (docs/results/demo.md), and
+    531 MB for recipes/tiny.yaml, where 467 were.
+    """
+    return (LIBRARIES_MB + sum(memory_by_owner(config, shape).values())) * 1.1
+
+
+def memory_warning(config: RunConfig, shape: ModelShape) -> str | None:
+    """A sentence if the run may need more memory than the machine has free now."""
+    peak, free = peak_memory_mb(config, shape), available_memory_mb()
+    if free is None or peak <= free:
+        return None
+    return (
+        f"the run may need {peak:,.0f} MB of memory and {free:,.0f} MB are free; lower generator.max_running, "
+        "learner.max_tokens_per_microbatch or sampling.max_completion_length, or set "
+        "learner.activation_checkpointing=true (`nearpolicy check` says what each part takes)"
+    )
 
 
 def reference_shape(config: RunConfig, policy: ModelShape) -> ModelShape | None:

@@ -27,16 +27,20 @@ def command(
     from nearpolicy.launch.check import refuse
     from nearpolicy.launch.report import write_report
     from nearpolicy.launch.session import Session, run_session
+    from nearpolicy.launch.sizes import memory_warning
+    from nearpolicy.launch.words import place
 
     config = load_recipe(recipe, overrides or [])
-    refuse(config, makes_run=True)
+    shape = refuse(config, makes_run=True)
+    if shape is not None and (warning := memory_warning(config, shape)) is not None:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
     session = Session(config=config, say=_say, on_step=StepLine(config.run.steps))
     _listen(session)
     summary = run_session(session)
     assert session.folder is not None  # made by then
     report = write_report(session.folder.path)
     print(closing_words(summary))
-    print(f"report: {report}")
+    print(f"report: {place(report)}")
     if session.stop_requested:
         sys.exit(INTERRUPTED)
 
@@ -61,33 +65,40 @@ class StepLine:
     """Prints what a person wants to see of each step."""
 
     COLUMNS = (
-        ("reward", "reward/mean", "{:.3f}"),
-        ("no signal", "reward/zero_variance_share", "{:.2f}"),
-        ("length", "completion/length_mean", "{:.1f}"),
-        ("entropy", "policy/entropy", "{:.3f}"),
-        ("grad norm", "policy/grad_norm", "{:.3g}"),
-        ("mismatch", "mismatch/logprob_diff_max", "{:.2g}"),
-        ("staleness", "staleness/max", "{:.0f}"),
-        ("wait s", "time/wait_s", "{:.1f}"),
-        ("step s", "time/step_s", "{:.1f}"),
+        ("reward", "reward/mean", "{:.3f}", 6),
+        ("no signal", "reward/zero_variance_share", "{:.2f}", 9),
+        ("length", "completion/length_mean", "{:.1f}", 6),
+        ("entropy", "policy/entropy", "{:.3f}", 7),
+        ("grad", "policy/grad_norm", "{:.3g}", 7),
+        ("logp gap", "mismatch/logprob_diff_max", "{:.2g}", 8),
+        ("stale", "staleness/max", "{:.0f}", 5),
+        ("wait", "time/wait_s", "{:.1f}", 5),
+        ("took", "time/step_s", "{:.1f}", 5),
     )
+    """Title, metric, format, width; 80 characters with the step and its version. docs/metrics.md explains them."""
 
     def __init__(self, total: int) -> None:
         self._total = total
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
         if step % 20 == 0:
-            print("     step  " + "  ".join(f"{title:>9}" for title, _, _ in self.COLUMNS))
-        cells = [form.format(metrics[name]) if name in metrics else "-" for _, name, form in self.COLUMNS]
-        print(f"{step + 1:>4}/{self._total:<4}  " + "  ".join(f"{cell:>9}" for cell in cells), flush=True)
+            print(" ".join(["step version", *(f"{title:>{width}}" for title, _, _, width in self.COLUMNS)]))
+        cells = [
+            f"{form.format(metrics[name]) if name in metrics else '-':>{width}}"
+            for _, name, form, width in self.COLUMNS
+        ]
+        version = f"{step + 1}/{self._total}"
+        print(" ".join([f"{step:>4} {version:>7}", *cells]), flush=True)
 
 
 def closing_words(summary: Mapping[str, Any]) -> str:
     """The few lines a person reads at the end."""
     from nearpolicy.evaluate.metrics import wilson_interval
+    from nearpolicy.launch.words import count
 
+    steps = count(summary["steps"], "step")
     lines = [
-        f"{summary['steps']} steps in {summary['wall_s']:.0f} s of training (set-up {summary['setup_s']:.0f} s), "
+        f"{steps} in {summary['wall_s']:.0f} s of training (set-up {summary['setup_s']:.0f} s), "
         f"peak memory {summary['peak_memory_mb']:.0f} MB, numerics {summary['numerics']}"
     ]
     for when in ("before", "after"):

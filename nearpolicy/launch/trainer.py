@@ -16,6 +16,7 @@ from nearpolicy.config import config_from_dict
 from nearpolicy.errors import ConfigError, DataError, UserError
 from nearpolicy.launch.check import load_data, refuse
 from nearpolicy.launch.session import Session, run_session
+from nearpolicy.launch.sizes import memory_warning
 from nearpolicy.launch.train import StepLine
 from nearpolicy.machine import prepare_environment, prepared_too_late
 from nearpolicy.store.folder import create_run_folder
@@ -68,10 +69,12 @@ class Trainer:
             settings["tasks"][0]["source"]["path"] = str(draft)
             wanted = config_from_dict(settings, where="Trainer")
             try:
-                refuse(wanted, makes_run=True)
+                shape = refuse(wanted, makes_run=True)
                 load_data(wanted, self._functions)
             except UserError as error:
                 raise type(error)(str(error).replace(str(draft), "train_dataset")) from None
+            if shape is not None and (warning := memory_warning(wanted, shape)) is not None:
+                warnings.warn(warning, RuntimeWarning, stacklevel=2)
             self.folder = create_run_folder(run["name"], directory=run.get("dir"))
             data = shutil.copy(draft, self.folder.path / DATA)
         settings["tasks"][0]["source"]["path"] = str(data)

@@ -108,7 +108,7 @@ class TaskConfig(ConfigModel):
     own."""
     held_out: NonNegativeInt = 0
     """Questions kept away from training, for evaluation: chosen by their normalised text (case, white space and the
-    order of summands do not make another question)."""
+    order of summands do not make another question). What counts as a right answer is said under `rewards`."""
     shuffle: bool = True
     """Show prompts in a new random order each epoch; false keeps the order of the source."""
     on_null: Literal["error", "skip"] = "error"
@@ -116,7 +116,8 @@ class TaskConfig(ConfigModel):
     on_overlong: Literal["error", "skip"] = "error"
     """A prompt over `sampling.max_prompt_length`: stop at the start, or leave the row out and count it."""
     rewards: Annotated[Rewards, Field(min_length=1)]
-    """What scores a completion; the reward is the weighted sum."""
+    """What scores a completion; the reward is the weighted sum. The first one also judges held-out answers: right is
+    what it gives 1 or more, before its weight, or by its part `correct` where it has one (as `number` does)."""
     environment: Literal["single_turn"] = "single_turn"
     """How a prompt becomes a rollout. `single_turn`: one completion."""
 

@@ -20,9 +20,9 @@ from typing import Any
 
 METRICS: Mapping[str, str] = {
     "reward/mean": "mean reward of the scored rollouts in the batch",
-    "reward/<source>/mean": "mean value of one reward source over the rollouts it scored",
+    "reward/<source>/mean": "mean value of one reward source over the rollouts it scored, before its weight",
     "reward/<source>/<part>": "mean of one named part of a reward source",
-    "reward/zero_variance_share": "share of groups whose scored rollouts all have one reward",
+    "reward/zero_variance_share": "share of groups whose scored rollouts all have one reward: they carry no signal",
     "reward/unscored": "rollouts of the batch that have no reward",
     "task/<task>/reward": "mean reward of the rollouts of one task",
     "batch/groups": "groups the step consumed",
@@ -33,28 +33,28 @@ METRICS: Mapping[str, str] = {
     "completion/length_max": "sampled tokens of the longest rollout",
     "completion/truncated_share": "share of rollouts cut by the length limit",
     "policy/loss": "value of the objective, per its aggregation",
-    "policy/entropy": "mean entropy of the policy over trained tokens, in nats",
-    "policy/clip_low_share": "share of trained tokens clipped from below",
-    "policy/clip_high_share": "share of trained tokens clipped from above",
+    "policy/entropy": "mean entropy of the policy over computed tokens, in nats",
+    "policy/clip_low_share": "share of computed tokens clipped from below",
+    "policy/clip_high_share": "share of computed tokens clipped from above",
     "policy/skipped_updates": "updates of the step whose gradient was not finite and was not applied",
-    "policy/kl_reference": "mean KL from the reference over trained tokens, in nats",
-    "policy/grad_norm": "gradient norm before clipping",
-    "learner/learning_rate": "learning rate of the last update of the step",
-    "learner/forward_tokens": "trained tokens with a forward and backward pass, over all updates of the step",
-    "correction/raw_mean": "mean ratio of proximal to behaviour policy over trained tokens, before the correction",
-    "correction/weight_mean": "mean weight of the behaviour correction over trained tokens, after truncation",
-    "correction/rejected_share": "share of trained tokens that the correction rejected",
-    "policy/held_back_share": "share of trained tokens whose log-ratio was beyond what is exponentiated",
-    "policy/off_policy_share": "share of trained tokens in sequences left out by off-policy masking",
-    "policy/outside_trust_share": "share of trained tokens outside the trust region of DPPO",
-    "policy/entropy_coef": "weight of the entropy bonus in the step",
+    "policy/kl_reference": "mean KL from the policy to the reference over computed tokens, in nats",
+    "policy/grad_norm": "gradient norm before clipping, the mean over the step's updates",
+    "policy/held_back_share": "share of computed tokens whose log-ratio was beyond what is exponentiated",
+    "policy/off_policy_share": "share of computed tokens in sequences left out by off-policy masking",
+    "policy/outside_trust_share": "share of computed tokens outside the trust region of DPPO",
+    "policy/entropy_coef": "weight of the entropy bonus in the step, where `objective.entropy_target` moves it",
+    "learner/learning_rate": "learning rate of the step",
+    "learner/forward_tokens": "computed tokens, over all updates of the step",
     "learner/updates": "optimizer steps since the start of the run",
-    "mismatch/kl": "KL between behaviour policy and learner at the same weights, in nats per token",
-    "mismatch/prob_diff_mean": "mean absolute difference of probabilities, generator against learner",
-    "mismatch/logprob_diff_mean": "mean absolute difference of log-probabilities, generator against learner",
+    "correction/raw_mean": "mean ratio of proximal to behaviour policy over computed tokens, before the correction",
+    "correction/weight_mean": "mean weight of the behaviour correction over computed tokens, after truncation",
+    "correction/rejected_share": "share of computed tokens that the correction rejected",
+    "mismatch/kl": "KL from the behaviour to the proximal policy, in nats per token, by the k3 estimate",
+    "mismatch/prob_diff_mean": "mean absolute difference of the two policies' probabilities of the sampled tokens",
+    "mismatch/logprob_diff_mean": "mean absolute difference of their log-probabilities, in nats",
     "mismatch/logprob_diff_p99": "its 99th percentile over tokens",
     "mismatch/logprob_diff_max": "its maximum over tokens",
-    "mismatch/ess": "effective sample size of the importance weights, as a share",
+    "mismatch/ess": "effective sample size of the ratios proximal / behaviour, as a share: 1 if all are equal",
     "staleness/mean": "mean staleness of the consumed groups, in steps",
     "staleness/max": "largest staleness among the consumed groups, in steps",
     "staleness/updates_max": "largest lag of a token behind the weights it trained, in updates",
@@ -63,15 +63,36 @@ METRICS: Mapping[str, str] = {
     "time/learn_s": "time in the learner's step",
     "time/sync_s": "time in publishing weights since the step before",
     "time/wait_s": "time in which the learner waited for a batch",
-    "time/step_s": "wall time from one step's end to the next",
+    "time/step_s": "wall time of the step: waiting, learning, publishing",
     "throughput/tokens_per_s": "consumed tokens per second of wall time",
     "utilisation/<role>": "share of the step's wall time in which the role (generator, learner) computed",
     "memory/peak_mb": "peak memory of the main process so far, in MiB",
     "verifier/<source>/failed_share": "share of the batch's verdicts of one reward source that failed",
-    "evaluation/<task>/accuracy": "share of held-out questions answered right",
+    "evaluation/<task>/accuracy": "share of judged held-out answers that are right",
     "evaluation/<task>/pass@<k>": "chance that one of k samples is right, unbiased, averaged over questions",
 }
-"""Canonical name -> meaning. ``<word>`` stands for one part of a name."""
+"""Canonical name -> meaning. ``<word>`` stands for one part of a name.
+
+A *computed* token is a trained one that went through the learner in the step: those of rollouts whose advantage is 0
+are trained too, but add nothing and are skipped."""
+
+FAMILIES: Mapping[str, str] = {
+    "mismatch": (
+        "Behaviour policy: the weights that sampled a token, as the engine computed it. Proximal policy: the learner's "
+        "weights at the start of the step. They differ by staleness (the versions in between) and by whatever engine "
+        "and learner compute differently, stale groups included: nothing is left out. With exact numerics the second "
+        "part is 0, so all of it is staleness, and it reads 0 where nothing is stale. Over computed tokens, of the "
+        "first pass over the batch."
+    ),
+    "evaluation": (
+        "In a line of their own, whose `step` is the version of the weights that answered. Accuracy is greedy unless "
+        "`evaluation.temperature` says otherwise; right is what a task's first reward gives 1 or more, or calls "
+        "`correct`."
+    ),
+    "staleness": "Of a group: steps completed when it is consumed, minus the oldest version among its tokens.",
+    "time": "In seconds. Roles work at the same time, so these do not add up to the wall time.",
+}
+"""First part of a name -> what holds for all names that begin with it."""
 
 _PATTERNS = [
     re.compile("".join("[^/]+" if piece.startswith("<") else re.escape(piece) for piece in re.split(r"(<\w+>)", name)))

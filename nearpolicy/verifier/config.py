@@ -7,10 +7,11 @@ first completion is sampled.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, field_validator
 
 from nearpolicy.settings import ConfigModel, RegularExpression
 
@@ -70,7 +71,9 @@ class RegexReward(_Reward):
 
 
 class NumberReward(_AnswerReward):
-    """1 if the last number in the completion equals the answer (conventions: `rewards.find_numbers`)."""
+    """1 if the last number in the completion equals the answer (conventions: `rewards.find_numbers`). Its part
+    `correct` is 1 for the right number whatever stands around it, and its part `form` if nothing else stands there;
+    held-out accuracy goes by `correct`."""
 
     kind: Literal["number"] = "number"
     """Selects this reward."""
@@ -86,7 +89,8 @@ class MathVerifyReward(_AnswerReward):
 
 
 class ReasoningGymReward(_AnswerReward):
-    """The score that the reasoning-gym data set itself gives the completion, often with partial credit."""
+    """The score that the reasoning-gym data set itself gives the completion, often with partial credit. In held-out
+    accuracy only the full score, 1, is right."""
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
     """Selects this reward."""
@@ -103,17 +107,26 @@ class ReasoningGymReward(_AnswerReward):
 
 
 class FunctionReward(_Reward):
-    """A function of yours, in the shape TRL or verl expects. It is called with one sample at a time: the lists of the
-    TRL shape hold one entry each."""
+    """A function of yours, in the shape TRL or verl expects (`docs/getting-started.md` describes both). It is called
+    with one sample at a time: the lists of the TRL shape hold one entry each. Where it is a task's first reward,
+    held-out accuracy calls values of 1 or more right: give 1 to what you call right, or return a part `correct` (verl
+    shape)."""
 
     kind: Literal["function"] = "function"
     """Selects this reward."""
-    path: str = Field(pattern=r"^[^:]+:[A-Za-z_][\w.]*$")
-    """Where it is: ``package.module:function`` or ``path/to/file.py:function``."""
+    path: str
+    """Where it is: ``path/to/file.py:function``, relative to the working folder, or ``package.module:function``."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments; they take precedence over columns of the same name."""
     answer_column: str | None = None
     """Column passed as ``ground_truth``, for functions of the verl shape only (default: ``answer``)."""
+
+    @field_validator("path")
+    @classmethod
+    def _names_a_function(cls, path: str) -> str:
+        if not re.fullmatch(r"[^:]+:[A-Za-z_][\w.]*", path):
+            raise ValueError(f"path is {path!r}; write it as file.py:function or package.module:function")
+        return path
 
 
 RewardConfig = Annotated[

@@ -289,6 +289,31 @@ def test_at_the_end_of_a_run_what_is_running_comes_back_with_its_tokens_and_is_n
     assert group.num_sampled == 8
 
 
+@pytest.mark.parametrize("turns", range(6))
+def test_a_group_that_completes_just_as_the_run_ends_is_kept(turns):
+    class Telling(Verifier):
+        async def score(self, prompt, rollout, *, admission=None):
+            verdicts = await super().score(prompt, rollout, admission=admission)
+            if len(self.answered) == 4:
+                self.stopping = asyncio.create_task(end_soon())
+            return verdicts
+
+    async def end_soon():
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await environment.stop()
+
+    verifier = Telling()
+    environment = single_turn(Generator(), verifier)
+
+    async def both() -> Group:
+        group = await environment.run(ADMISSION)
+        await verifier.stopping  # what it raises ends a run
+        return group
+
+    assert len(asyncio.run(both()).rollouts) == 4
+
+
 def test_ending_the_run_is_not_taken_for_a_failure():
     async def scenario() -> None:
         environment = Bounded(single_turn(Generator(never={1}), Verifier(order=())), timeout_s=10, retries=5)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from nearpolicy.evaluate.config import EvaluationConfig
-from nearpolicy.evaluate.evaluator import Evaluator, HeldOut, score_metrics, summary_of
+from nearpolicy.evaluate.evaluator import Evaluator, HeldOut, NotJudgedError, score_metrics, summary_of
 from nearpolicy.evaluate.metrics import held_out_scores
 from nearpolicy.records import Finish, Prompt, Verdict
 from nearpolicy.roles import Completion, Sampling
@@ -62,7 +62,12 @@ TASKS = [prompts("sums", "A1", "B1", "abstain"), prompts("words", "A2")]
 
 def evaluate(config: EvaluationConfig, *, tasks=TASKS, with_pass=True, generator=None, verifier=None):
     generator = generator or Generator()
-    evaluator = Evaluator(
+    return asyncio.run(make(config, tasks, generator, verifier).run(4, with_pass=with_pass)), generator
+
+
+def make(config: EvaluationConfig, tasks=TASKS, generator=None, verifier=None) -> Evaluator:
+    generator = generator or Generator()
+    return Evaluator(
         generator,
         verifier or Verifier(),
         tasks,
@@ -74,7 +79,6 @@ def evaluate(config: EvaluationConfig, *, tasks=TASKS, with_pass=True, generator
         render=lambda prompt: np.frombuffer(prompt.text.encode(), dtype=np.uint8).astype(np.int32),
         decode=lambda ids: "".join(map(chr, ids)),
     )
-    return asyncio.run(evaluator.run(4, with_pass=with_pass)), generator
 
 
 def test_every_question_is_asked_once_per_mode_with_the_settings_of_evaluation():
@@ -219,3 +223,40 @@ def test_a_generator_that_fails_leaves_no_judgement_behind():
     with pytest.raises(RuntimeError, match="the engine stopped"):
         evaluate(EvaluationConfig(), generator=FailsLater(), verifier=Slow())
     assert running == set()
+
+
+@pytest.mark.parametrize(
+    ("config", "with_pass", "says"),
+    [
+        (EvaluationConfig(), True, "4 questions: 4 greedy"),
+        (EvaluationConfig(pass_k=[8]), True, "4 questions: 4 greedy + 32 samples for pass@8"),
+        (
+            EvaluationConfig(pass_k=[1, 4], pass_samples=500),
+            True,
+            "4 questions: 4 greedy + 2,000 samples for pass@1, pass@4",
+        ),
+        (EvaluationConfig(pass_k=[8]), False, "4 questions: 4 greedy"),
+        (EvaluationConfig(temperature=0.5, num_samples=3), True, "4 questions: 12 at temperature 0.5"),
+    ],
+)
+def test_an_evaluation_says_beforehand_what_it_asks_and_afterwards_has_asked_that(config, with_pass, says):
+    evaluator = make(config)
+    assert evaluator.plan(with_pass=with_pass) == says
+    calls = []
+    samples = asyncio.run(evaluator.run(0, with_pass=with_pass, on_answer=lambda: calls.append(1)))
+    assert len(samples) == len(calls) == evaluator.size(with_pass=with_pass)
+
+
+def test_an_evaluation_in_which_nothing_could_be_judged_is_an_error_with_the_reason():
+    nothing = [prompts("sums", "abstain", "abstain")]
+    evaluator = make(EvaluationConfig(), tasks=nothing)
+    samples = asyncio.run(evaluator.run(0, with_pass=True))
+    with pytest.raises(NotJudgedError, match="first reward, 'number': 2 of 2 not judged, because: no answer"):
+        evaluator.require_judged(samples)
+
+
+def test_one_judged_answer_is_enough_and_the_others_are_told():
+    evaluator = make(EvaluationConfig(pass_k=[2]), generator=Generator(failing={(1, 0)}))
+    samples = asyncio.run(evaluator.run(0, with_pass=True))
+    evaluator.require_judged(samples)
+    assert evaluator.not_judged(len(samples)) == "5 of 12 not judged, most often because: no answer"

