@@ -45,7 +45,7 @@ def command(
     if problems:
         raise ConfigError("\n".join(problems))
     renderer = _renderer(config) if data else None
-    mixture = load_data(config, renderer=renderer) if data else None
+    mixture = load_data(config, renderer=renderer, every_row=True) if data else None
     sections = [
         ("run", _run(config)),
         ("rewards", _rewards(config, functions)),
@@ -96,21 +96,28 @@ def refuse(config: RunConfig, *, makes_run: bool) -> ModelShape | None:
 
 
 def load_data(
-    config: RunConfig, functions: Mapping[str, Callable[..., Any]] | None = None, renderer: Renderer | None = None
+    config: RunConfig,
+    functions: Mapping[str, Callable[..., Any]] | None = None,
+    renderer: Renderer | None = None,
+    *,
+    every_row: bool = False,
 ) -> Mixture:
     """Every row of every task as the run would see it; `DataError` speaks for all tasks together.
 
     ``functions``: user rewards at hand, by the path a reward names them with. ``renderer``: the recipe's, if loaded.
+    ``every_row``: also where looking at a row is slow and they are very many (`reading.unfit`).
     """
+    from nearpolicy.tasks.check import Reads
     from nearpolicy.tasks.mixture import load_mixture
     from nearpolicy.verifier.functions import required_columns
+    from nearpolicy.verifier.reading import unfit
 
     return load_mixture(
         config.tasks,
         seed=config.run.seed,
         renderer=renderer or _renderer(config),
         max_prompt_length=config.sampling.max_prompt_length,
-        reward_columns=partial(required_columns, at_hand=functions or {}),
+        reads=Reads(partial(required_columns, at_hand=functions or {}), partial(unfit, every_row=every_row)),
     )
 
 
