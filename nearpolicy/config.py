@@ -235,6 +235,14 @@ def config_from_dict(data: dict[str, Any], *, where: str = "config") -> RunConfi
     return _validated(data, _Origins(where, data))
 
 
+def parse_mapping(text: str, where: str) -> dict[str, Any]:
+    """YAML text that must be a mapping; ``where`` stands in messages."""
+    data = _plain(_parse_yaml(text, where))
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where}: should be a mapping of keys, found {_shown(data)}")
+    return data
+
+
 def dump_resolved(config: RunConfig) -> str:
     """Every key with its value, as YAML that `load_recipe` reads back into an equal config."""
     import io

@@ -24,7 +24,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "recipe_keys": frozenset({"errors"}),
     # What roles are made of.
     "objectives": BASE,
-    "models": BASE | {"objectives.regularisers"},  # the KL over a vocabulary, inside the chunks of the head
+    "models": BASE,
     "store": BASE,
     "telemetry": BASE | {"store"},  # the report reads runs
     "tasks": BASE | {"models.tokenizer", "verifier.config"},  # prompts are rendered; a task names its rewards

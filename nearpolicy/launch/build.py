@@ -160,16 +160,10 @@ def start_learner(
     if config.learner.threads is None and usual < engine.all_threads:
         threads = engine.all_threads
         threads_now = lambda: threads if runner.is_idle else usual  # noqa: E731
-    own = load_policy(language.folder, getattr(torch, config.model.dtype), pick_device(), known_to_fit=True)
-    learner = PolicyLearner(
-        own,
-        Objective(config.objective, config.sampling.max_completion_length),
-        config.learner,
+    learner = make_learner(
+        config,
+        language,
         numerics,
-        temperature=config.sampling.temperature,
-        total_steps=config.run.steps,
-        reference=_reference(config, language, own),
-        seed=config.run.seed,
         threads=threads,
         threads_now=threads_now,
         on_event=on_event,
@@ -177,7 +171,37 @@ def start_learner(
     return LearnerInThread(learner, RoleThread("learner", threads))
 
 
-def _reference(config: RunConfig, language: Language, policy: PolicyModel) -> PolicyModel | None:
+def make_learner(
+    config: RunConfig,
+    language: Language,
+    numerics: Numerics,
+    *,
+    threads: int,
+    threads_now: Callable[[], int] | None = None,
+    on_event: OnEvent | None = None,
+) -> PolicyLearner:
+    """Load the policy, and the reference if the objective has one."""
+    own = load_policy(language.folder, getattr(torch, config.model.dtype), pick_device(), known_to_fit=True)
+    return PolicyLearner(
+        own,
+        make_objective(config),
+        config.learner,
+        numerics,
+        temperature=config.sampling.temperature,
+        total_steps=config.run.steps,
+        reference=load_reference(config, language, own),
+        seed=config.run.seed,
+        threads=threads,
+        threads_now=threads_now,
+        on_event=on_event,
+    )
+
+
+def make_objective(config: RunConfig) -> Objective:
+    return Objective(config.objective, config.sampling.max_completion_length)
+
+
+def load_reference(config: RunConfig, language: Language, policy: PolicyModel) -> PolicyModel | None:
     """The policy that the objective compares with; `ModelError` if it speaks of other tokens."""
     name, dtype, device = config.objective.reference, getattr(torch, config.model.dtype), pick_device()
     if name == "none":

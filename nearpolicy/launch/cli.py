@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("nearpolicy.launch.evaluate", "Evaluate a model on a recipe's held-out set."),
     "check": ("nearpolicy.launch.check", "Explain a recipe and refuse contradictions, without loading a model."),
     "inspect": ("nearpolicy.launch.inspect", "Show rollouts of a run: text, rewards, versions, advantages, fates."),
+    "compare": ("nearpolicy.launch.compare", "Compare objectives on a run's recorded rollouts."),
     "report": ("nearpolicy.launch.report", "Write a run's report: one HTML file."),
 }
 """Name -> (module with a function `command`, help line)."""

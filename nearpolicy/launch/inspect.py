@@ -5,9 +5,10 @@ For people with colours and tables, for programs as JSON lines under the names o
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,9 +21,10 @@ from rich.table import Table
 from rich.text import Text
 
 from nearpolicy.errors import UserError
-from nearpolicy.records import Outcome, Segment, Verdict
+from nearpolicy.launch.words import count, expected_answer
+from nearpolicy.records import Finish, Outcome, Row, Segment, Verdict
 from nearpolicy.store.reader import RunReader, StoredRollout
-from nearpolicy.store.schema import prompt_text
+from nearpolicy.store.schema import EvaluatedSample, prompt_text
 from nearpolicy.visible import visible
 
 
@@ -31,11 +33,17 @@ def command(
     step: Annotated[int | None, typer.Option(help="Only rollouts that this step consumed; steps count from 0.")] = None,
     group: Annotated[int | None, typer.Option(help="Only this group, by its index of admission.")] = None,
     sample: Annotated[int | None, typer.Option(help="Only this sample index, in each group.")] = None,
-    limit: Annotated[int, typer.Option(help="Rollouts shown, at most.", min=1)] = 8,
+    held_out: Annotated[bool, typer.Option("--held-out", help="Held-out questions in place of rollouts.")] = False,
+    limit: Annotated[int, typer.Option(help="Rollouts (or questions) shown, at most.", min=1)] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines instead of tables.")] = False,
 ) -> None:
-    """Show rollouts of a run: text, rewards, versions, mask, advantages, fate."""
-    inspect_run(run, step=step, group=group, sample=sample, limit=limit, as_json=as_json)
+    """Show rollouts of a run: text, rewards, versions, advantages, fates."""
+    if not held_out:
+        inspect_run(run, step=step, group=group, sample=sample, limit=limit, as_json=as_json)
+    elif (step, group, sample) == (None, None, None):
+        inspect_held_out(run, limit=limit, as_json=as_json)
+    else:
+        raise UserError("--step, --group and --sample choose rollouts; leave them out with --held-out")
 
 
 def inspect_run(
@@ -58,8 +66,35 @@ def inspect_run(
             return
         console = Console()
         console.print(_overview(run))
+        tasks = {task["name"]: task for task in (run.config or {}).get("tasks", ())}
         for item in found:
-            console.print(_panel(item))
+            console.print(_panel(item, tasks.get(item.admission.prompt.task, {})))
+
+
+def inspect_held_out(run_dir: Path, limit: int = 8, as_json: bool = False) -> None:
+    """Print the first held-out questions with the answers of every version that was evaluated."""
+    with RunReader(run_dir) as run:
+        answers = [sample for sample in run.evaluations() if sample.mode == "accuracy"]
+    questions = list(dict.fromkeys((sample.task, sample.row) for sample in answers))[:limit]
+    if not questions:
+        raise UserError(f"{run_dir} holds no evaluation: no question was held out, or none was answered yet")
+    for task, row in questions:
+        found = [sample for sample in answers if (sample.task, sample.row) == (task, row)]
+        if as_json:
+            for sample in found:
+                print(json.dumps(dataclasses.asdict(sample), allow_nan=False))
+        else:
+            Console().print(_question_panel(found))
+
+
+def _question_panel(answers: Sequence[EvaluatedSample]) -> Panel:
+    table = Table("version", "judged", "answer", box=None, header_style="dim", pad_edge=False)
+    for sample in answers:
+        judged = {True: Text("right", "green"), False: Text("wrong", "red"), None: Text("not judged", "yellow")}
+        table.add_row(Text(str(sample.version)), judged[sample.correct], Text(visible(sample.text)))
+    first = answers[0]
+    parts = Group(Text(visible(first.prompt), style="dim"), table)
+    return Panel(parts, title=Text(visible(f"held-out question {first.row} · {first.task}")), title_align="left")
 
 
 def rollout_as_json(item: StoredRollout) -> dict[str, Any]:
@@ -109,19 +144,23 @@ def _overview(run: RunReader) -> Text:
     ledger = run.ledger()
     total = sum(ledger.values())
     fates = ", ".join(f"{fate.value} {tokens:,}" for fate, tokens in sorted(ledger.items(), key=lambda kv: -kv[1]))
-    head = Text(visible(run.name), style="bold")
-    return head.append(f"  {len(run.steps())} steps, {total:,} sampled tokens ({fates})", style="not bold dim")
+    head = Text(f"{visible(run.name)}\n", style="bold")
+    head.append(f"{count(len(run.steps()), 'step')}, {count(total, 'sampled token')}\n", style="not bold")
+    return head.append(f"fates: {fates or 'none yet'}", style="not bold dim")
 
 
-def _panel(item: StoredRollout) -> Panel:
+def _panel(item: StoredRollout, task: Mapping[str, Any]) -> Panel:
     prompt = item.admission.prompt
     reward = "no reward" if item.reward is None else f"reward {item.reward:g}"
     where = f"step {item.step}" if item.step is not None else "no step"
     title = f"group {item.admission.index} · sample {item.rollout.sample} · {where} · {reward}"
     attempt = f" · attempt {item.admission.attempt}" if item.admission.attempt else ""
+    answer = expected_answer(task, prompt.columns)
+    expected = [] if answer is None else [Text.assemble(("expected answer: ", "dim"), visible(answer))]
     parts = [
         Text(visible(prompt_text(prompt)), style="dim"),
         Text(visible(item.rollout.text)),
+        *expected,
         _verdict_table(item),
         _segment_table(item),
         _fate_line(item),
@@ -145,23 +184,40 @@ def _remarks(verdict: Verdict) -> str:
 
 def _segment_table(item: StoredRollout) -> Table:
     table = Table.grid(padding=(0, 2))
+    several = len(item.rollout.segments) > 1
     for place, segment in enumerate(item.rollout.segments):
-        size = f"{len(segment.context_ids)} read, {len(segment.token_ids)} tokens, {segment.finish.value}"
+        read, sampled = count(len(segment.context_ids), "prompt token"), f"{segment.num_sampled:,} sampled"
         lines = {
-            f"segment {place}": size,
-            "versions": runs(segment.versions[segment.mask].tolist()),
-            "mask": runs(segment.mask.astype(int).tolist()),
+            f"segment {place}" if several else "tokens": f"{read}, {sampled}, ended by {_END[segment.finish]}",
+            "versions": runs(segment.versions[segment.mask].tolist()) + " (weights that sampled them)",
             "log-prob": _mean_logprob(segment),
         }
+        if not segment.mask.all():  # what an environment wrote stands between
+            lines["sampled"] = runs(segment.mask.astype(int).tolist()) + " (1: by the policy, 0: by the environment)"
         if place in item.rows:
             row = item.rows[place]
-            lines |= {
-                "trained": runs(row.trained.astype(int).tolist()),
-                "advantage": _spread(row.advantages[row.trained]),
-            }
+            lines |= {"in the loss": _in_the_loss(row), "advantage": _spread(row.advantages[row.trained])}
         for name, value in lines.items():
             table.add_row(Text(name, style="dim"), Text(value))
     return table
+
+
+_END = {
+    Finish.STOP: "a stop",
+    Finish.LENGTH: "the length limit",
+    Finish.ABORTED: "an abort",
+    Finish.FAILED: "a failure",
+}
+
+
+def _in_the_loss(row: Row) -> str:
+    """Which sampled tokens the loss counts."""
+    trained, sampled = int(row.trained.sum()), row.segment.num_sampled
+    if trained in (0, sampled):
+        which = "all sampled tokens" if trained else "none"
+    else:
+        which = f"{trained} of {count(sampled, 'sampled token')}: {runs(row.trained.astype(int).tolist())}"
+    return which if not trained or row.advantages.any() else f"{which}, but their advantage is 0"
 
 
 def _mean_logprob(segment: Segment) -> str:

@@ -23,7 +23,7 @@ PAGE = 64
 """Positions in a page of keys and values (`nearpolicy.models.attention`, which loads torch)."""
 QUERY_CHUNK = 256
 """Queries of one sequence whose attention is kept for the backward pass (`nearpolicy.models.attention`)."""
-HEAD_CHUNK = 1024
+HEAD_CHUNK = 512
 """Rows of logits the learner holds at once (`nearpolicy.models.policy`)."""
 LIBRARIES_MB = 450
 """Python with torch, transformers and the other packages, as measured with a model of no size."""

@@ -30,7 +30,7 @@ from nearpolicy.models.rows import RowContext
 from nearpolicy.models.weights import digests, fingerprint, load_weights, named_weights
 from nearpolicy.objectives import regularisers
 from nearpolicy.objectives.assign import Annotations, assign_advantages, needs_annotations
-from nearpolicy.objectives.diagnostics import mismatch
+from nearpolicy.objectives.diagnostics import advantage_covariance, mismatch
 from nearpolicy.objectives.objective import Objective, TokenObjective, Tokens
 from nearpolicy.objectives.sequences import Sequences
 from nearpolicy.records import Batch, Row, StepReport, VersionRecord
@@ -47,6 +47,7 @@ class TokenStats:
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     proximal: list[np.ndarray] = field(default_factory=list)
     behavior: list[np.ndarray] = field(default_factory=list)
+    advantages: list[np.ndarray] = field(default_factory=list)
     kept: dict[int, np.ndarray] = field(default_factory=dict)
     """Row -> [T] bool: tokens in the sum of the loss; rows without a forward pass are not there."""
 
@@ -128,15 +129,15 @@ class PolicyLearner:
     def step(self, batch: Batch) -> StepReport:
         """Consume one batch: ``num_iterations`` passes of ``minibatches`` updates. An empty batch makes no update."""
         begin, updates_before, rate = time.perf_counter(), self.updates, self.learning_rate
-        annotated = self._timed("annotate", self._annotated, batch.rows) if self._annotates else NOTHING_KNOWN
-        rows = self._revised(batch, annotated)
+        annotated = self._timed("annotate", self.known_at_start, batch.rows) if self._annotates else NOTHING_KNOWN
+        rows = self.revised(batch, annotated)
         total, losses, norms = TokenStats(), [], []
         applied = [np.zeros(len(row.trained), dtype=bool) for row in rows]
         """By row: tokens in the loss of an update that was applied."""
         for iteration in range(self.config.num_iterations):
             for part in _minibatches(batch, rows, self.config.minibatches):
                 stats = TokenStats()
-                known = self._with_choice(part, rows, annotated)
+                known = self.with_choice(part, rows, annotated)
                 if not self._timed("forward_backward", self.forward_backward, part, self.objective, rows, known, stats):
                     continue
                 norms.append(self._timed("optim", self.optim_step, rate))
@@ -145,6 +146,7 @@ class PolicyLearner:
                 if iteration == 0:
                     total.proximal += stats.proximal
                     total.behavior += stats.behavior
+                    total.advantages += stats.advantages
                 for i, kept in stats.kept.items():
                     applied[i] |= kept & np.isfinite(norms[-1])
         metrics = self._metrics(total, losses, norms, rate)
@@ -172,7 +174,7 @@ class PolicyLearner:
         """Log-probabilities of the policy as it is now, [T] float32 per row; 0 where the loss does not need them."""
         return self._logprobs(self.policy, rows, _useful(rows, range(len(rows)), self.objective))
 
-    def _annotated(self, rows: Sequence[Row]) -> Annotated:
+    def known_at_start(self, rows: Sequence[Row]) -> Annotated:
         """What the objective needs to know of the rows before the first update of a step."""
         everything = [i for i, row in enumerate(rows) if row.trained.any()]
         needed = everything if self._revises else _useful(rows, range(len(rows)), self.objective)
@@ -214,6 +216,7 @@ class PolicyLearner:
                 stats.sums[name] += float(values.double().sum())
             stats.proximal.append(tokens.proximal_logprobs.cpu().numpy())
             stats.behavior.append(tokens.behavior_logprobs.cpu().numpy())
+            stats.advantages.append(tokens.advantages.cpu().numpy())
             kept = found.kept.cpu().numpy()
             for i, here in _targets_by_row(packed):
                 stats.kept[i] = np.zeros(len(rows[i].trained), dtype=bool)
@@ -223,9 +226,14 @@ class PolicyLearner:
 
     def normalise(self) -> None:
         """Divide the gradient that has been added up by its divisor."""
-        if self._divisor:
-            gradients = [p.grad for p in self.policy.parameters() if p.grad is not None]
+        gradients = [p.grad for p in self.policy.parameters() if p.grad is not None]
+        if self._divisor and gradients:
             torch._foreach_mul_(gradients, 1.0 / self._divisor)
+        self._divisor = 0.0
+
+    def forget_gradient(self) -> None:
+        """Throw away what has been added up."""
+        self.optimizer.zero_grad()
         self._divisor = 0.0
 
     def optim_step(self, rate: float) -> float:
@@ -248,6 +256,12 @@ class PolicyLearner:
                 f"{stats.loss}); lower warm_start.learning_rate, or use float32 if the model is narrower"
             )
         return stats.loss
+
+    def restart(self, version: int) -> None:
+        """Call the weights of now this version, of unknown history: fresh moments, no update counted."""
+        self.optimizer = MasterAdamW(self.policy, self.config)
+        self.version, self.updates = version, 0
+        self._updates_in = dict.fromkeys(range(version + 1), 0)
 
     def begin(self) -> None:
         """Take the weights of now for version 0: fresh moments, since those of a warm start belong to another loss."""
@@ -288,7 +302,7 @@ class PolicyLearner:
     def _annotates(self) -> bool:
         return self.config.updates_per_step > 1 or self.reference is not None or self._revises
 
-    def _revised(self, batch: Batch, annotated: Annotated) -> tuple[Row, ...]:
+    def revised(self, batch: Batch, annotated: Annotated) -> tuple[Row, ...]:
         """The rows with advantages that depend on log-probabilities."""
         if not self._revises:
             return batch.rows
@@ -313,7 +327,7 @@ class PolicyLearner:
             reference_kl=keyed(self._full_kl(rows, annotated) if in_full else None),
         )
 
-    def _with_choice(self, part: Sequence[int], rows: Sequence[Row], known: Annotated) -> Annotated:
+    def with_choice(self, part: Sequence[int], rows: Sequence[Row], known: Annotated) -> Annotated:
         """Pick tokens out of the whole update, where the loss works on some only."""
         if not self.objective.chooses:
             return known
@@ -463,7 +477,9 @@ class PolicyLearner:
         if norms:
             metrics["policy/grad_norm"] = float(np.mean(norms))
         if stats.behavior:
-            metrics |= mismatch(np.concatenate(stats.proximal), np.concatenate(stats.behavior))
+            proximal, behavior, advantages = map(np.concatenate, (stats.proximal, stats.behavior, stats.advantages))
+            metrics |= mismatch(proximal, behavior)
+            metrics["policy/advantage_logprob_covariance"] = advantage_covariance(proximal, advantages)
         return metrics
 
     def _lag(self, rows: Sequence[Row], updates: int) -> dict[str, float]:

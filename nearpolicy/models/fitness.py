@@ -7,6 +7,7 @@ packed sequences, a shared prompt and a second chunk are compared with plain sep
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,8 +19,10 @@ from nearpolicy.models.attention import NAME, PAGE, Queries, Rule, attend, with_
 from nearpolicy.models.policy import PolicyModel
 from nearpolicy.models.rows import Node, RowContext
 
+_LOG = logging.getLogger(__name__)
 TOLERANCE = 1e-4
-"""Nats. Fit families in float32 reach 5e-6; unfit ones miss by more than 1."""
+"""Nats. Fit families in float32 reach 5e-6 as tiny models and 6e-5 as SmolLM2, whose log-probabilities are larger;
+unfit ones miss by more than 1."""
 LOW_PRECISION_TOLERANCE = 0.5
 """The same for bfloat16, where rounding alone reaches a tenth."""
 LEAST_SENSITIVITY = 0.5
@@ -30,8 +33,19 @@ LEAST_SENSITIVITY = 0.5
 def check_fitness(
     policy: PolicyModel, name: str, plain_attention: str = "eager", tolerance: float = TOLERANCE
 ) -> float:
-    """Raises `ModelError` with the reason if the model does not fit; returns the largest gap in nats."""
-    gap, sensitivity = _measure(policy, name, plain_attention, tolerance)
+    """Raises `ModelError` with the reason if the model does not fit; returns the largest gap in nats.
+
+    A model that does not fit fails every time. One that fails once and then passes says something about the machine.
+    """
+    try:
+        gap, sensitivity = _measure(policy, name, plain_attention, tolerance)
+    except ModelError as first:
+        gap, sensitivity = _measure(policy, name, plain_attention, tolerance)
+        _LOG.warning(
+            "%s: the check passed when repeated (%.3g nats) after this failure: %s. The same computation gave two "
+            "results: this machine's memory, cooling or virtualisation may be at fault, and exact numerics with it",
+            *(name, gap, first),
+        )
     if sensitivity < LEAST_SENSITIVITY:
         # Fresh random weights can be so small that no token feels another: judge the architecture by louder ones.
         with _amplified(policy):

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from nearpolicy.models.attention import PackedContext
-from nearpolicy.objectives.regularisers import full_kl
 
-HEAD_CHUNK = 1024
+HEAD_CHUNK = 512
 """Rows of logits held at once; more rows are computed in chunks and recomputed in backward."""
 
 
@@ -114,17 +114,71 @@ class PolicyModel(nn.Module):
         entropy_has_gradient: bool,
         reference: PolicyModel | None,
     ) -> tuple[Tensor, ...]:
-        logprobs = log_softmax(self.head(hidden), temperature)
-        with torch.set_grad_enabled(entropy_has_gradient and torch.is_grad_enabled()):
-            entropies = -(logprobs.exp() * logprobs).sum(dim=-1)
-        scores = logprobs.gather(1, targets[:, None])[:, 0], entropies
-        if reference is None:
-            return scores
-        with torch.no_grad():
-            theirs = log_softmax(reference.head(reference_hidden), temperature)
-        return *scores, full_kl(logprobs, theirs)
+        theirs = None
+        if reference is not None:
+            with torch.no_grad():
+                theirs = log_softmax(reference.head(reference_hidden), temperature)
+        scores = score_tokens(self.head(hidden), targets, temperature, theirs)
+        if not entropy_has_gradient:
+            scores = scores._replace(entropies=scores.entropies.detach())
+        return scores if reference is not None else scores[:2]
+
+
+def score_tokens(
+    logits: Tensor, targets: Tensor, temperature: float, reference_logprobs: Tensor | None = None
+) -> Scores:
+    """Scores of ``targets`` [N] under [N, V] logits, and the KL to a reference [N, V] if there is one."""
+    found = _TokenScores.apply(logits, targets, temperature, reference_logprobs)
+    return Scores(*found) if reference_logprobs is not None else Scores(*found[:2])
+
+
+class _TokenScores(torch.autograd.Function):
+    """Log-probability l, entropy H and KL in one pass over the vocabulary each way, instead of one per operation.
+
+    With p = softmax(z / T) and gradients a, h, k that arrive for l, H and KL, the gradient of z_j is
+
+        (a (1[j = target] - p_j) - h p_j (log p_j + H) + k p_j (log p_j - log q_j - KL)) / T
+    """
+
+    @staticmethod
+    def forward(ctx, logits, targets, temperature, reference_logprobs):
+        logprobs = log_softmax(logits, temperature)
+        probabilities = logprobs.exp()
+        kl = None
+        if reference_logprobs is not None:
+            kl = torch.sub(logprobs, reference_logprobs).mul_(probabilities).sum(dim=-1)
+        entropies = probabilities.mul_(logprobs).sum(dim=-1).neg_()
+        ctx.save_for_backward(logprobs, targets, entropies, reference_logprobs, kl)
+        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        ctx.set_materialize_grads(False)
+        return logprobs.gather(1, targets[:, None])[:, 0], entropies, kl
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, of_logprobs, of_entropies, of_kl):
+        logprobs, targets, entropies, reference_logprobs, kl = ctx.saved_tensors
+        gradient, scale = logprobs.exp(), 1.0 / ctx.temperature
+        column = torch.zeros_like(entropies)
+        if of_logprobs is not None:
+            column = column - of_logprobs
+        if of_entropies is None and of_kl is None:
+            gradient.mul_((column * scale)[:, None])
+        else:
+            inner = torch.zeros_like(entropies)
+            if of_entropies is not None:
+                inner, column = inner - of_entropies, column - of_entropies * entropies
+            if of_kl is not None:
+                inner, column = inner + of_kl, column - of_kl * kl
+            weights = torch.addcmul((column * scale)[:, None], logprobs, (inner * scale)[:, None])
+            if of_kl is not None:
+                weights.addcmul_(reference_logprobs, (of_kl * scale)[:, None], value=-1.0)
+            gradient.mul_(weights)
+        if of_logprobs is not None:
+            gradient.scatter_add_(1, targets[:, None], (of_logprobs * scale)[:, None])
+        return gradient.to(ctx.dtype), None, None, None
 
 
 def log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    """[rows, V] log-probabilities at a temperature; the one formula of engine and learner, always in float32."""
-    return torch.log_softmax(logits.float() / temperature, dim=-1)
+    """[rows, V] log-probabilities at a temperature, in float32 or better; the one formula of engine and learner."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return torch.log_softmax(wide / temperature, dim=-1)

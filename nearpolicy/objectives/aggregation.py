@@ -7,6 +7,9 @@ The loss of an update is
 A share depends on the token's own sequence alone, the divisor on the whole update; both are sums over parts. So any
 cut into micro-batches, any packing, order or number of ranks gives the same loss and the same gradient.
 
+A mean over each sequence's tokens ascends advantage per token: a token of a long wrong answer is pushed down less than
+one of a short one. The other modes ascend advantage, up to a factor that a large update does not notice.
+
                               share            divisor
     token_mean                1                kept tokens                            (DAPO)
     seq_mean_token_sum        1                sequences with a kept token

@@ -3,7 +3,10 @@
 A correction gives every token a weight, and may reject tokens: those leave the sum of the loss and its divisor. Raw
 ratios and applied weights are both reported, so that what the correction hides is seen.
 
-Granularity: a token's ratio w_t = proximal_t / behaviour_t, a sequence's product of them, or its geometric mean.
+Granularity: a token's ratio w_t = proximal_t / behaviour_t, a sequence's product of them, or its geometric mean. With
+the product and without bounds the expected gradient is exactly that of the proximal policy; everything else here trades
+some of that for less variance. A token's own ratio corrects the choice of the token, not how often its prefix came up
+or what followed: it is exact for sequences of one token.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nearpolicy.objectives.sequences import Sequences, ratio
+from nearpolicy.objectives.sequences import Sequences, difference, ratio
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,7 +33,7 @@ class Correction:
 
 def none(proximal_logprobs: Tensor, behavior_logprobs: Tensor) -> Correction:
     """Weights of 1: the data are taken as if the proximal policy had sampled them. The ratio is only measured."""
-    raw = ratio((proximal_logprobs - behavior_logprobs).detach())
+    raw = ratio(_log_ratio(proximal_logprobs, behavior_logprobs))
     return Correction(torch.ones_like(raw), _all(raw), raw)
 
 
@@ -42,7 +45,7 @@ def token_truncate(
 
     With the engine and the learner at the same weights and exact numerics every weight is exactly 1.
     """
-    raw = ratio((proximal_logprobs - behavior_logprobs).detach())
+    raw = ratio(_log_ratio(proximal_logprobs, behavior_logprobs))
     return Correction(raw.clamp(min=floor, max=cap), _all(raw), raw)
 
 
@@ -51,8 +54,9 @@ def token_mask(
 ) -> Correction:
     """Tokens with w_t outside [floor, cap] are rejected; the others weigh w_t, or 1 if not ``weighted`` (IcePop, Ling
     team 2025)."""
-    raw = ratio((proximal_logprobs - behavior_logprobs).detach())
-    return Correction(raw if weighted else torch.ones_like(raw), _inside(raw, floor, cap), raw)
+    log_ratio = _log_ratio(proximal_logprobs, behavior_logprobs)
+    raw = ratio(log_ratio)
+    return Correction(raw if weighted else torch.ones_like(raw), _inside(log_ratio, floor, cap), raw)
 
 
 def sequence_truncate(
@@ -64,8 +68,9 @@ def sequence_truncate(
     floor: float | None = None,
 ) -> Correction:
     """All tokens of a sequence weigh clip(prod_t w_t, floor, cap)."""
-    product, raw = _products(proximal_logprobs, behavior_logprobs, sequences)
-    return Correction(product.clamp(min=floor, max=cap), _all(raw), raw)
+    log_ratio = _log_ratio(proximal_logprobs, behavior_logprobs)
+    raw, product = ratio(log_ratio), ratio(sequences.spread(sequences.sum(log_ratio)))
+    return Correction(product.clamp(min=floor, max=cap).to(raw.dtype), _all(raw), raw)
 
 
 def sequence_mask(
@@ -79,8 +84,11 @@ def sequence_mask(
 ) -> Correction:
     """Sequences with prod_t w_t outside [floor, cap] are rejected; tokens of the others weigh the product, or 1 if not
     ``weighted`` (masked importance sampling, Liu et al. 2025)."""
-    product, raw = _products(proximal_logprobs, behavior_logprobs, sequences)
-    return Correction(product if weighted else torch.ones_like(raw), _inside(product, floor, cap), raw)
+    log_ratio = _log_ratio(proximal_logprobs, behavior_logprobs)
+    log_product = sequences.spread(sequences.sum(log_ratio))
+    raw = ratio(log_ratio)
+    weights = ratio(log_product).to(raw.dtype) if weighted else torch.ones_like(raw)
+    return Correction(weights, _inside(log_product, floor, cap), raw)
 
 
 def geometric_mask(
@@ -93,20 +101,19 @@ def geometric_mask(
 ) -> Correction:
     """Sequences whose geometric mean exp(mean_t log w_t) lies outside [floor, cap] are rejected, whatever their
     length; the tokens of the others weigh 1: a geometric mean is a distance, not an importance weight."""
-    log_ratio = (proximal_logprobs - behavior_logprobs).detach()
-    mean = ratio(sequences.spread(sequences.mean(log_ratio))).to(log_ratio.dtype)
+    log_ratio = _log_ratio(proximal_logprobs, behavior_logprobs)
     raw = ratio(log_ratio)
-    return Correction(torch.ones_like(raw), _inside(mean, floor, cap), raw)
+    return Correction(torch.ones_like(raw), _inside(sequences.spread(sequences.mean(log_ratio)), floor, cap), raw)
 
 
-def _products(proximal: Tensor, behavior: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
-    log_ratio = (proximal - behavior).detach()
-    raw = ratio(log_ratio)
-    return ratio(sequences.spread(sequences.sum(log_ratio))).to(raw.dtype), raw
+def _log_ratio(proximal: Tensor, behavior: Tensor) -> Tensor:
+    return difference(proximal, behavior).detach()
 
 
-def _inside(values: Tensor, floor: float | None, cap: float) -> Tensor:
-    return (values <= cap) & (values >= (0.0 if floor is None else floor))
+def _inside(log_ratio: Tensor, floor: float | None, cap: float) -> Tensor:
+    """Decided on the true exponential, infinity and 0 among them, and not on one that is held back."""
+    true = log_ratio.exp()
+    return (true <= cap) & (true >= (0.0 if floor is None else floor))
 
 
 def _all(like: Tensor) -> Tensor:

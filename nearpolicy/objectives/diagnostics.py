@@ -1,26 +1,58 @@
-"""Numbers that say whether an update can be trusted; none of them has a gradient."""
+"""Numbers that say whether an update can be trusted; none of them has a gradient.
+
+Log-ratios are log(proximal / behaviour) of sampled tokens, [N], in nats: how far the policy at the start of a step is
+from the one that sampled.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
+_LARGEST = 80.0
+"""exp(80) is still far from the largest float64, also squared."""
+
 
 def mismatch(proximal_logprobs: np.ndarray, behavior_logprobs: np.ndarray) -> dict[str, float]:
-    """How far the learner's log-probabilities at the start of the step are from those the tokens were sampled with.
+    """Distances between the proximal and the behaviour policy, from the tokens that the latter sampled, [N] each.
 
-    Both [N] over sampled tokens. Differences are absolute, in nats. ``kl`` is the k3 estimate of
-    KL(behaviour || proximal) (Schulman 2020); ``ess`` is (sum w)^2 / (N sum w^2).
+    ``kl``, ``kl_k1``, ``kl_k2`` estimate KL(behaviour || proximal) (k3, k1 and k2 of Schulman 2020); differences are
+    absolute; ``chi_square`` estimates the chi-square divergence of the proximal from the behaviour policy, E w^2 - 1,
+    whose size the variance of importance sampling follows.
     """
     if not len(behavior_logprobs):
         return {}
-    d = proximal_logprobs.astype(np.float64) - behavior_logprobs.astype(np.float64)
-    gap = np.abs(d)
-    weights = np.exp(np.minimum(d, 80.0))
+    d = log_ratios(proximal_logprobs, behavior_logprobs)
+    gap, weights = np.abs(d), _weights(d)
     return {
-        "mismatch/kl": float(np.mean(np.expm1(np.minimum(d, 80.0)) - d)),
+        "mismatch/kl": float(np.mean(np.expm1(np.minimum(d, _LARGEST)) - d)),
+        "mismatch/kl_k1": float(np.mean(-d)),
+        "mismatch/kl_k2": float(np.mean(d * d / 2)),
+        "mismatch/chi_square": float(np.mean(weights * weights) - 1.0),
         "mismatch/prob_diff_mean": float(np.mean(np.abs(np.exp(proximal_logprobs) - np.exp(behavior_logprobs)))),
         "mismatch/logprob_diff_mean": float(gap.mean()),
         "mismatch/logprob_diff_p99": float(np.quantile(gap, 0.99)),
         "mismatch/logprob_diff_max": float(gap.max()),
-        "mismatch/ess": float(weights.sum() ** 2 / (len(weights) * np.square(weights).sum())),
+        "mismatch/ess": effective_sample_size(d),
+        **{f"mismatch/weight_p{q:02d}": float(np.quantile(weights, q / 100)) for q in (1, 50, 99)},
     }
+
+
+def effective_sample_size(log_ratios_N: np.ndarray) -> float:
+    """(sum w)^2 / (N sum w^2): the share of the tokens that importance weights leave of a sample (Kish 1965); 1 for
+    equal weights."""
+    weights = _weights(log_ratios_N)
+    return float(weights.sum() ** 2 / (len(weights) * np.square(weights).sum()))
+
+
+def advantage_covariance(logprobs: np.ndarray, advantages: np.ndarray) -> float:
+    """Covariance of log pi and advantage over tokens: while it is positive, entropy falls (arXiv 2505.22617)."""
+    x, a = logprobs.astype(np.float64), advantages.astype(np.float64)
+    return float(np.mean((x - x.mean()) * (a - a.mean()))) if len(x) else 0.0
+
+
+def log_ratios(proximal_logprobs: np.ndarray, behavior_logprobs: np.ndarray) -> np.ndarray:
+    return proximal_logprobs.astype(np.float64) - behavior_logprobs.astype(np.float64)
+
+
+def _weights(d: np.ndarray) -> np.ndarray:
+    return np.exp(np.minimum(d, _LARGEST))

@@ -25,12 +25,9 @@ def reverse_kl_top_k(student_logprobs: Tensor, teacher_logprobs: Tensor, *, k: i
     """
     if not 1 <= k <= student_logprobs.shape[-1]:
         raise ValueError(f"k is {k}; it must lie between 1 and the vocabulary, {student_logprobs.shape[-1]}")
-    top, tokens = student_logprobs.topk(k, dim=-1)
-    theirs = teacher_logprobs.detach().gather(-1, tokens)
-    kl = full_kl(top, theirs)
-    if k == student_logprobs.shape[-1]:
-        return kl
-    return kl + full_kl(_rest(top)[..., None], _rest(theirs)[..., None])
+    tokens = student_logprobs.topk(k, dim=-1).indices
+    ours, theirs = (_top_and_rest(table, tokens) for table in (student_logprobs, teacher_logprobs.detach()))
+    return full_kl(ours, theirs)
 
 
 def sampled_advantages(logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
@@ -39,9 +36,12 @@ def sampled_advantages(logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
     return (teacher_logprobs - logprobs).detach()
 
 
-def _rest(logprobs: Tensor) -> Tensor:
-    """[...] log of what is left beside the given tokens [..., k], never below the rounding of 1."""
-    tiny = torch.finfo(logprobs.dtype).tiny
-    return torch.log1p(-logprobs.exp().sum(dim=-1).clamp(max=1.0 - torch.finfo(logprobs.dtype).eps)).clamp(
-        min=float(torch.tensor(tiny).log())
-    )
+def _top_and_rest(logprobs: Tensor, tokens: Tensor) -> Tensor:
+    """[N, k + 1] log-probabilities of the given tokens [N, k], and of all others [N, V - k] together.
+
+    The rest is added up, not taken as 1 minus the top: with a sure student it is smaller than the rounding of 1.
+    """
+    wide = logprobs.to(torch.promote_types(logprobs.dtype, torch.float32))
+    nothing = torch.finfo(wide.dtype).min  # a sum of nothing but zeros would have no gradient but NaN
+    rest = wide.scatter(-1, tokens, -torch.inf).clamp(min=nothing).logsumexp(dim=-1, keepdim=True)
+    return torch.cat([wide.gather(-1, tokens), rest.masked_fill(rest < nothing / 2, -torch.inf)], dim=-1)

@@ -49,7 +49,7 @@ def kto(
     undesirable_weight: float = 1.0,
 ) -> Tensor:
     """[B] weight (1 - v), v = sigmoid(beta (r - z)) for desirable and sigmoid(beta (z - r)) for undesirable answers, r
-    the log-ratio (KTO, Ethayarajh et al. 2024, equations 7 and 8).
+    the log-ratio (KTO, Ethayarajh et al. 2024, equation 7).
 
     ``kl``: scalar estimate z of KL(pi || reference), from mismatched pairs; used without gradient and not below 0.
     """
@@ -71,7 +71,7 @@ def best_and_worst(rewards_G: Sequence[float | None]) -> tuple[int, int] | None:
 
 def bradley_terry(chosen_scores: Tensor, rejected_scores: Tensor, margins: Tensor | None = None) -> Tensor:
     """[B] -log sigmoid(s_chosen - s_rejected - margin): the reward model's loss (Bradley and Terry 1952; margins as in
-    Llama 2, arXiv 2307.09288, equation 2)."""
+    Llama 2, arXiv 2307.09288)."""
     difference = chosen_scores - rejected_scores
     return -logsigmoid(difference if margins is None else difference - margins)
 

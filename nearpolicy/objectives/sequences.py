@@ -17,6 +17,12 @@ LARGEST_LOG_RATIO = 20.0
 overflows. What is held back has no gradient, and is counted (`held_back`)."""
 
 
+def difference(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """The log-ratio of two policies. Numbers stored in half precision are widened to float32 before they are
+    subtracted."""
+    return _wide(logprobs) - _wide(other_logprobs)
+
+
 def ratio(log_ratio: Tensor) -> Tensor:
     """exp of a log-ratio of any shape, in float32 or better, finite for every finite input."""
     return _wide(log_ratio).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()

@@ -52,26 +52,30 @@ class _Curves:
     """Draw `queue.max_staleness` as a line."""
     share: bool = False
     """The values lie between 0 and 1."""
+    once: bool = False
+    """A curve equal to one above it is named in the note and not drawn again."""
 
 
 _CHARTS = (
     _Curves(
-        "Reward", {r"reward/mean": "all sources", r"reward/([^/]+)/mean": r"\1", r"task/([^/]+)/reward": r"task \1"}
+        "Reward",
+        {r"reward/mean": "reward", r"reward/([^/]+)/mean": r"\1", r"task/([^/]+)/reward": r"task \1"},
+        once=True,
     ),
     _Curves("Completion length", {r"completion/length_mean": "mean", r"completion/length_max": "longest"}, "tokens"),
-    _Curves("Entropy", {r"policy/entropy": "entropy"}, "nats per trained token"),
+    _Curves("Entropy", {r"policy/entropy": "entropy"}, "nats per token"),
     _Curves(
-        "Mismatch",
+        "Log-probability gap",
         {
             r"mismatch/logprob_diff_mean": "mean",
             r"mismatch/logprob_diff_p99": "99 %",
             r"mismatch/logprob_diff_max": "max",
         },
-        "generator against learner, absolute difference of log-probabilities",
-        note_if_zero="0 on every token of every step: generator and learner agree bit for bit",
+        "between the policy that sampled and the learner's at the start of the step, absolute, in nats",
+        note_if_zero="0 on every token of every step: nothing was stale, and engine and learner agree bit for bit",
     ),
-    _Curves("KL from the reference", {r"policy/kl_reference": "KL"}, "nats per trained token"),
-    _Curves("KL of behaviour and proximal policy", {r"mismatch/kl": "KL"}, "nats per trained token"),
+    _Curves("KL from the reference", {r"policy/kl_reference": "KL"}, "nats per token"),
+    _Curves("KL behind the log-probability gap", {r"mismatch/kl": "KL"}, "nats per token, k3 estimate"),
     _Curves(
         "Staleness", {r"staleness/mean": "mean", r"staleness/max": "largest"}, "steps, when consumed", bounded=True
     ),
@@ -101,10 +105,10 @@ _KINDS = {
     "forward_backward": ("forward and backward", 3),
     "optim": ("optimizer", 6),
     "checkpoint": ("checkpoint", 7),
-    "export": ("export", 1),
-    "load": ("load", 4),
-    "compare": ("compare fingerprints", 5),
-    "evaluate": ("evaluate", 7),
+    "export": ("export", 8),
+    "load": ("load", 9),
+    "compare": ("compare fingerprints", 10),
+    "evaluate": ("evaluate", 11),
     "idle": ("idle", None),
 }
 _LANES = ("generator", "verifier", "queue", "learner", "sync", "evaluate")
@@ -117,8 +121,10 @@ def render_report(run: RunReader, held_out: Sequence[HeldOutPoint]) -> str:
     metrics = run.metrics()
     charts = [_held_out_chart(held_out)] if held_out else []
     charts += [chart for curves in _CHARTS if (chart := _curves_chart(curves, metrics, run.config)) is not None]
-    spans = _spans(run.events())
-    timeline = _timeline(spans) if spans else None
+    events = list(run.events())
+    spans = _spans(events)
+    window = _training(events, spans) if spans else (0.0, 0.0)
+    timeline = _timeline(spans, window) if spans else None
     return page(
         title=run.name,
         subtitle=_subtitle(run),
@@ -128,8 +134,8 @@ def render_report(run: RunReader, held_out: Sequence[HeldOutPoint]) -> str:
         timeline=timeline,
         sections=[
             ("Where the tokens went", _ledger_table(run.ledger())),
-            ("What the roles waited for", _idle_table(spans)),
-            ("The same questions before and after", _before_after(run)),
+            ("What the roles waited for", _idle_table(spans, window)),
+            _answers(run),
             ("Run", _facts(run)),
         ],
     )
@@ -142,15 +148,20 @@ def _curves_chart(curves: _Curves, metrics: Sequence[Mapping[str, Any]], config:
     names = _matching(curves.metrics, metrics)
     if not names:
         return None
-    traces, marks, values = [], {}, []
+    traces, marks, values, again = [], {}, [], []
     for place, (name, legend) in enumerate(names.items()):
         known = [line for line in metrics if name in line]
         steps, of_name = [line["step"] for line in known], [line[name] for line in known]
         values += [value for value in of_name if value is not None]
         mode = "lines+markers" if len(steps) <= 40 else "lines"
+        if curves.once and any((trace["x"], trace["y"]) == (steps, of_name) for trace in traces):
+            again.append(legend)
+            continue
         traces.append({"x": steps, "y": of_name, "name": legend, "mode": mode, "palette": place})
         marks |= {line["step"]: f"{legend} {line['not_finite'][name]}" for line in known if line[name] is None}
     note = curves.note_if_zero if curves.note_if_zero and values and not any(values) else curves.note
+    if again:
+        note = f"{' and '.join(again)}: the same curve"
     bound = _bound(config) if curves.bounded else None
     if bound is not None:
         steps = traces[0]["x"]
@@ -243,10 +254,20 @@ def _spans(events: Iterable[Event]) -> list[_Span]:
     return sorted(spans, key=lambda span: (span.lane, span.start))
 
 
-def _timeline(spans: Sequence[_Span]) -> Chart:
+def _training(events: Iterable[Event], spans: Sequence[_Span]) -> tuple[float, float]:
+    """Begin and end of training: the first admission, and the last work of learner or publication. Evaluations before
+    and after it are not in it."""
+    admitted = [event.time for event in events if event.kind == "admit"]
+    worked = [s.end for s in spans if s.lane.split()[0] in ("learner", "sync") and s.kind != "checkpoint"]
+    begin, end = min(admitted, default=0.0), max(worked, default=0.0)
+    return (begin, end) if end > begin else (0.0, max(span.end for span in spans))
+
+
+def _timeline(spans: Sequence[_Span], window: tuple[float, float]) -> Chart:
     total = max(span.end for span in spans)
     lanes = sorted({span.lane for span in spans}, key=_lane_order, reverse=True)  # plotly draws upwards
-    labels = {lane: f"{lane}  {_busy_share(spans, lane, total):.0%}" for lane in lanes}
+    shares = {lane: "" if lane == "evaluate" else _percent(_busy_share(spans, lane, window)) for lane in lanes}
+    labels = {lane: f"{lane}  {shares[lane]}".strip() for lane in lanes}
     scale, unit = (60.0, "minutes") if total > 600 else (1.0, "seconds")
     by_kind: dict[str, list[_Span]] = defaultdict(list)
     for span in _joined(spans, gap=total / _MAX_BARS):
@@ -265,7 +286,7 @@ def _timeline(spans: Sequence[_Span]) -> Chart:
         for kind, (name, colour) in _KINDS.items()
         if kind in by_kind
     ]
-    note = f"{unit} since the start; the figure beside a role is its share of time at work; drag to zoom"
+    note = f"{unit} since the start; beside a role: the share of training time in which it worked; drag to zoom"
     return Chart(title="Time line", note=note, traces=traces, x_title=unit, lanes=[labels[lane] for lane in lanes])
 
 
@@ -274,14 +295,20 @@ def _lane_order(lane: str) -> tuple[int, str]:
     return (_LANES.index(role) if role in _LANES else len(_LANES), lane)
 
 
-def _busy_share(spans: Sequence[_Span], lane: str, total: float) -> float:
-    """Share of time covered by at least one span that is not waiting. Spans of a lane come ordered by start."""
-    busy, covered = 0.0, 0.0
+def _busy_share(spans: Sequence[_Span], lane: str, window: tuple[float, float]) -> float:
+    """Share of the window covered by at least one span that is not waiting. Spans of a lane come ordered by start."""
+    begin, end = window
+    busy, covered = 0.0, begin
     for span in spans:
         if span.lane == lane and span.kind != "idle":
-            busy += max(0.0, span.end - max(span.start, covered))
+            busy += max(0.0, min(span.end, end) - max(span.start, covered))
             covered = max(covered, span.end)
-    return busy / total if total else 0.0
+    return busy / (end - begin) if end > begin else 0.0
+
+
+def _percent(share: float) -> str:
+    """Whole per cent; what happened at all is never 0%."""
+    return "<1%" if 0 < share < 0.005 else f"{share:.0%}"
 
 
 def _joined(spans: Sequence[_Span], gap: float) -> list[_Span]:
@@ -336,7 +363,8 @@ def _cards(
         cards.append(("staleness", f"{max(largest):g}", "largest" + (f", bound {bound}" if bound is not None else "")))
     differences = _finite(metrics, "mismatch/logprob_diff_max")
     if differences:
-        cards.append(("mismatch", f"{max(differences):.2g}", "bit for bit" if max(differences) == 0 else "largest"))
+        remark = "bit for bit" if max(differences) == 0 else "largest, in nats"
+        cards.append(("log-prob gap", f"{max(differences):.2g}", remark))
     return cards
 
 
@@ -362,7 +390,9 @@ def _finite(metrics: Sequence[Mapping[str, Any]], name: str) -> list[float]:
 def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02} h" if hours else f"{minutes}:{rest:02} min"
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
 
 
 def _ledger_table(ledger: Mapping[Fate, int]) -> str:
@@ -381,29 +411,34 @@ def _ledger_table(ledger: Mapping[Fate, int]) -> str:
     )
 
 
-def _idle_table(spans: Sequence[_Span]) -> str:
+def _idle_table(spans: Sequence[_Span], window: tuple[float, float]) -> str:
+    """During training; outside it nobody waits for anybody."""
+    begin, end = window
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     for span in spans:
-        if span.kind == "idle":
-            seconds[span.lane, span.cause or "not said"] += span.end - span.start
+        waited = min(span.end, end) - max(span.start, begin)
+        if span.kind == "idle" and waited > 0:
+            seconds[span.lane, span.cause or "not said"] += waited
     if not seconds:
         return ""
-    total = max(span.end for span in spans)
+    total = end - begin
     rows = [
         f"<tr><td>{escape(lane)}</td><td>{escape(cause.replace('_', ' '))}</td><td class=num>{took:.1f} s</td>"
         f"<td class=num>{took / total:.1%}</td><td class=bar><i style='width:{100 * took / total:.2f}%'></i></td></tr>"
         for (lane, cause), took in sorted(seconds.items(), key=lambda item: (_lane_order(item[0][0]), -item[1]))
     ]
-    head = "<tr><th>role<th>waited for<th class=num>time<th class=num>share of run<th></tr>"
+    head = "<tr><th>role<th>waited for<th class=num>time<th class=num>share of training<th></tr>"
     return f"<table>{head}{''.join(rows)}</table>"
 
 
-def _before_after(run: RunReader, count: int = 8) -> str:
-    """Held-out questions under the first and the last version; without evaluations, rollouts of first and last step."""
+def _answers(run: RunReader, count: int = 8) -> tuple[str, str]:
+    """Heading and body: held-out questions under the first and the last version that were evaluated; without two
+    evaluations, rollouts of the first and the last step."""
     samples = [sample for sample in run.evaluations() if sample.sample == 0 and sample.mode == "accuracy"]
     versions = sorted({(sample.lineage, sample.version) for sample in samples})
     if len(versions) < 2:
-        return _first_last_rollouts(run)
+        heading = "Rollouts of the first and the last step" if len(run.steps()) > 1 else "Rollouts of the first step"
+        return heading, _first_last_rollouts(run)
     first = {(s.task, s.row): s for s in samples if (s.lineage, s.version) == versions[0]}
     last = {(s.task, s.row): s for s in samples if (s.lineage, s.version) == versions[-1]}
     both = [key for key in first if key in last]
@@ -414,7 +449,7 @@ def _before_after(run: RunReader, count: int = 8) -> str:
         f"<tr><td><pre>{shown(first[k].prompt)}</pre></td>{_answer(first[k])}{_answer(last[k])}</tr>" for k in chosen
     ]
     note = f"<p class=note>{len(chosen)} of {len(both)} held-out questions, evenly through the set</p>"
-    return f"{note}<table class=samples>{head}{''.join(rows)}</table>"
+    return "The same questions before and after", f"{note}<table class=samples>{head}{''.join(rows)}</table>"
 
 
 def _answer(sample: EvaluatedSample) -> str:
@@ -423,12 +458,15 @@ def _answer(sample: EvaluatedSample) -> str:
 
 
 def _first_last_rollouts(run: RunReader, count: int = 4) -> str:
-    steps = run.steps()
-    if len(steps) < 2:
+    steps = [record.step for record in run.steps()]
+    if not steps:
         return ""
-    columns = [list(islice(run.rollouts(step=step.step), count)) for step in (steps[0], steps[-1])]
-    head = f"<tr><th>step {steps[0].step}<th>step {steps[-1].step}</tr>"
-    rows = [f"<tr><td>{_rollout(a)}</td><td>{_rollout(b)}</td></tr>" for a, b in zip(*columns, strict=False)]
+    shown_steps = [steps[0], steps[-1]] if len(steps) > 1 else steps
+    columns = [list(islice(run.rollouts(step=step), count)) for step in shown_steps]
+    head = f"<tr>{''.join(f'<th>step {step}' for step in shown_steps)}</tr>"
+    rows = [
+        f"<tr>{''.join(f'<td>{_rollout(item)}</td>' for item in items)}</tr>" for items in zip(*columns, strict=False)
+    ]
     return f"<table class=samples>{head}{''.join(rows)}</table>"
 
 

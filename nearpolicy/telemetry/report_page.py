@@ -87,7 +87,8 @@ def page(
 {tables}
 </main>
 <script>{get_plotlyjs()}</script>
-<script>const CHARTS = {script_data};
+<script>const PALETTE = {PALETTE};
+const CHARTS = {script_data};
 {_SCRIPT}</script>
 </body>
 </html>
@@ -97,28 +98,51 @@ def page(
 def _figure(place: int, chart: Chart) -> str:
     bad = " class=bad" if chart.marks else ""
     badge = "<span class='tag bad'>not finite</span>" if chart.marks else ""
-    caption = f"<figcaption><b>{escape(chart.title)}</b>{badge}<span>{escape(chart.note)}</span></figcaption>"
-    height = 92 + 44 * len(chart.lanes) if chart.lanes else 270
-    return f"<figure{bad}>{caption}<div id=chart-{place} style='height:{height}px'></div></figure>"
+    caption = f"<figcaption><b>{escape(chart.title)}</b>{badge}<p>{escape(chart.note)}</p></figcaption>"
+    height = 54 + 44 * len(chart.lanes) if chart.lanes else 240
+    legend = _legend(place, chart)
+    return f"<figure{bad}>{caption}{legend}<div id=chart-{place} style='height:{height}px'></div></figure>"
+
+
+def _legend(place: int, chart: Chart) -> str:
+    """Outside the plot, so that it never covers it; a click hides or shows what it names. One curve needs none."""
+    if len(chart.traces) < 2:
+        return ""
+    entries = []
+    for number, trace in enumerate(chart.traces):
+        palette = trace.get("palette")
+        waits = "--wait" if chart.lanes else "--soft"
+        colour = waits if palette is None else f"--c{palette % PALETTE}"
+        style = "bar" if chart.lanes else trace.get("dash", "solid")
+        entries.append(
+            f"<button data-chart=chart-{place} data-trace={number}><i class={style} style='--colour:var({colour})'></i>"
+            f"{escape(str(trace['name']))}</button>"
+        )
+    return f"<div class=legend>{''.join(entries)}</div>"
 
 
 def _card(name: str, value: str, remark: str) -> str:
     return f"<div class=card><p>{escape(name)}</p><b>{escape(value)}</b><small>{escape(remark)}</small></div>"
 
 
+PALETTE = 12
+"""Colours --c0, --c1, ... of the style sheet."""
+
 _CSS = """
 :root {
   --paper: #f6f7f9; --panel: #ffffff; --ink: #16191f; --soft: #646c7a; --line: #e3e6eb; --grid: #eceef2;
   --alarm: #c62828; --alarm-paper: #fdecec; --good: #1b7f4b; --good-paper: #e3f4ea; --wait: #d9dde4;
   --c0: #2f6fed; --c1: #e08a00; --c2: #0f9d76; --c3: #d6336c;
-  --c4: #7950f2; --c5: #0b95b8; --c6: #a8571a; --c7: #5c7a29;
+  --c4: #7950f2; --c5: #0b95b8; --c6: #8a4b12; --c7: #7a8f1f;
+  --c8: #f0c419; --c9: #1d3f7a; --c10: #e8590c; --c11: #8e3b8e;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --paper: #0f1216; --panel: #171b21; --ink: #e8ebf0; --soft: #98a1b0; --line: #2a303a; --grid: #232932;
     --alarm: #ff7b7b; --alarm-paper: #351a1d; --good: #5fd39a; --good-paper: #15301f; --wait: #39414d;
     --c0: #6ea0ff; --c1: #ffb547; --c2: #3fcf9f; --c3: #ff7ba8;
-    --c4: #a88bff; --c5: #4cc9e6; --c6: #dc9459; --c7: #a3c266;
+    --c4: #a88bff; --c5: #4cc9e6; --c6: #b5794a; --c7: #b4cc55;
+    --c8: #ffe066; --c9: #5b7cc4; --c10: #ff8a4c; --c11: #d687d6;
   }
 }
 * { box-sizing: border-box; }
@@ -138,16 +162,25 @@ h2 { margin: 0 0 12px; font-size: 17px; letter-spacing: -.01em; }
 .card, figure, section { background: var(--panel); border: 1px solid var(--line); border-radius: 14px; }
 .card { padding: 14px; }
 .card p { margin: 0; color: var(--soft); font-size: 12.5px; }
-.card b { display: block; font-size: 23px; line-height: 1.35; letter-spacing: -.02em; white-space: nowrap;
+.card b { display: block; font-size: 20px; line-height: 1.35; letter-spacing: -.02em; white-space: nowrap;
   font-variant-numeric: tabular-nums; }
 .card small { color: var(--soft); font-size: 13px; }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(400px, 100%), 1fr)); gap: 14px; }
-figure { margin: 0 0 14px; padding: 14px 14px 8px; min-width: 0; }
+figure { display: flex; flex-direction: column; margin: 0 0 14px; padding: 14px 14px 8px; min-width: 0; }
+figure > div:last-child { margin-top: auto; }
 .grid figure { margin: 0; }
 figure.bad { border-color: var(--alarm); }
-figcaption { display: flex; gap: 10px; align-items: baseline; padding: 0 4px 6px; }
-figcaption b, figcaption .tag { white-space: nowrap; }
-figcaption span:not(.tag) { color: var(--soft); font-size: 13px; }
+figcaption { padding: 0 4px 4px; }
+figcaption .tag { margin-left: 10px; }
+figcaption p { margin: 0; min-height: 1.5em; color: var(--soft); font-size: 13px; }
+.legend { display: flex; flex-wrap: wrap; gap: 2px 14px; padding: 0 4px 6px; }
+.legend button { all: unset; display: inline-flex; align-items: center; gap: 6px; font-size: 12.5px; cursor: pointer; }
+.legend button:focus-visible { outline: 2px solid var(--c0); border-radius: 4px; }
+.legend button.off { opacity: .4; text-decoration: line-through; }
+.legend i { width: 18px; border-top: 2px solid var(--colour); }
+.legend i.dot { border-top-style: dotted; }
+.legend i.dash { border-top-style: dashed; }
+.legend i.bar { width: 12px; height: 12px; border: 0; border-radius: 3px; background: var(--colour); }
 section { margin-top: 14px; padding: 20px 22px; overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th { text-align: left; color: var(--soft); font-weight: 500; font-size: 13px; }
@@ -171,7 +204,7 @@ summary { cursor: pointer; color: var(--soft); }
 
 _SCRIPT = """
 const colour = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const paint = place => place === null || place === undefined ? colour("--wait") : colour("--c" + place % 8);
+const paint = place => place === null || place === undefined ? colour("--wait") : colour("--c" + place % PALETTE);
 
 function trace(chart, raw) {
   const {palette, dash, ...rest} = raw;
@@ -192,15 +225,14 @@ function layout(chart) {
     tickfont: {color: colour("--soft"), size: 12}};
   const bars = chart.lanes.length > 0;
   const steps = Object.keys(chart.marks);
-  const single = chart.traces.length < 2;
   const values = chart.traces.flatMap(raw => raw.y).filter(Number.isFinite).map(Math.abs);
   const number = Math.max(...values, 0) < 1e-3 && values.some(Boolean) ? ".2~e" : "~g";
   return {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", barmode: "overlay", bargap: 0.35,
     font: {family: "system-ui, sans-serif", color: colour("--ink"), size: 12},
-    margin: {l: 8, r: 10, t: single ? 8 : 26, b: 34}, hovermode: bars ? "closest" : "x unified",
+    margin: {l: 8, r: 10, t: 8, b: 34}, hovermode: bars ? "closest" : "x unified",
     hoverlabel: {bgcolor: colour("--panel"), bordercolor: colour("--line"), font: {color: colour("--ink")}},
-    showlegend: !single, legend: {orientation: "h", x: 0, y: 1, yanchor: "bottom", font: {size: 12}},
+    showlegend: false,
     xaxis: {...axis, title: {text: chart.x_title, font: {size: 12, color: colour("--soft")}, standoff: 4},
       ...(bars ? {range: [0, Math.max(...chart.traces.flatMap(raw => raw.x.map((x, i) => x + raw.base[i])))]} : {})},
     yaxis: bars ? {...axis, categoryorder: "array", categoryarray: chart.lanes, fixedrange: true,
@@ -221,5 +253,11 @@ function draw() {
   }
 }
 draw();
+for (const button of document.querySelectorAll(".legend button")) {
+  button.onclick = () => {
+    const hidden = button.classList.toggle("off");
+    Plotly.restyle(button.dataset.chart, {visible: hidden ? false : true}, [Number(button.dataset.trace)]);
+  };
+}
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 """

@@ -70,9 +70,9 @@ def near_rows(seed: int, **options) -> list[Row]:
 def one_update(learner: PolicyLearner, rows, order=None) -> tuple[float, torch.Tensor]:
     rows = rows if order is None else [rows[i] for i in order]
     everything = list(range(len(rows)))
-    start = learner._annotated(rows)
+    start = learner.known_at_start(rows)
     drift = [p + np.float32(0.05) * row.trained for p, row in zip(learner.annotate(rows), rows, strict=True)]
-    known = learner._with_choice(everything, rows, replace(start, proximal=drift))
+    known = learner.with_choice(everything, rows, replace(start, proximal=drift))
     stats = TokenStats()
     learner.forward_backward(everything, learner.objective, rows, known, stats)
     learner.normalise()
@@ -255,5 +255,5 @@ def test_segments_of_one_rollout_stay_in_one_micro_batch_where_the_loss_needs_it
 
 def test_nothing_is_annotated_that_nobody_asked_for():
     learner = make(ObjectiveConfig())
-    known = learner._annotated(near_rows(10))
+    known = learner.known_at_start(near_rows(10))
     assert known == Annotated()

@@ -140,3 +140,19 @@ def test_every_dropout_is_off_even_in_train_mode():
     assert torch.equal(scores(), scores())
     assert {m.attention_dropout for m in policy.modules() if hasattr(m, "attention_dropout")} == {0.0}
     assert policy.model.config._attn_implementation == NAME
+
+
+def test_a_check_that_fails_once_and_passes_when_repeated_is_told_and_not_blamed_on_the_model(caplog, monkeypatch):
+    policy = loading.load_policy(families.folder("llama", std=families.LOUD), known_to_fit=True)
+    measure, calls = fitness._measure, []
+
+    def once_wrong(*arguments):
+        calls.append(1)
+        if len(calls) == 1:
+            raise ModelError("two completions of one shared prompt differs by 0.004 nats")
+        return measure(*arguments)
+
+    monkeypatch.setattr(fitness, "_measure", once_wrong)
+    with caplog.at_level("WARNING"):
+        assert fitness.check_fitness(policy, "mine") < 1e-4
+    assert "mine: the check passed when repeated" in caplog.text and "0.004 nats" in caplog.text

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nearpolicy.models.attention import NAME, PAGE, QUERY_CHUNK
-from nearpolicy.models.policy import HEAD_CHUNK, log_softmax
+from nearpolicy.models.policy import HEAD_CHUNK, log_softmax, score_tokens
 from nearpolicy.models.rows import Node, RowContext
 
 
@@ -147,3 +147,23 @@ def test_a_soft_capped_head_never_exceeds_its_cap():
     with torch.no_grad():
         logits = policy.logits(families.random_ids(20, 6), context.positions, context, torch.arange(20))
     assert 9.0 < float(logits.abs().max()) <= 10.0
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("which", [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0), (0.3, -0.7, 2.0)])
+def test_scores_and_their_gradients_are_those_of_the_definitions_written_out(which, temperature):
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(7, 11, generator=generator, dtype=torch.float64).requires_grad_()
+    theirs = torch.randn(7, 11, generator=generator, dtype=torch.float64).log_softmax(-1)
+    targets = torch.randint(11, (7,), generator=generator)
+    factors = [torch.randn(7, generator=generator, dtype=torch.float64) * weight for weight in which]
+
+    def total(logprobs, entropies, kl):
+        return sum((f * x).sum() for f, x in zip(factors, (logprobs, entropies, kl), strict=True))
+
+    [ours] = torch.autograd.grad(total(*score_tokens(logits, targets, temperature, theirs)), logits)
+    logp = (logits / temperature).log_softmax(-1)
+    plain = logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1), (logp.exp() * (logp - theirs)).sum(-1)
+    torch.testing.assert_close(tuple(score_tokens(logits, targets, temperature, theirs)), plain, rtol=1e-12, atol=1e-12)
+    [right] = torch.autograd.grad(total(*plain), logits)
+    torch.testing.assert_close(ours, right, rtol=1e-10, atol=1e-12)

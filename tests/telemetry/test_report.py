@@ -15,7 +15,9 @@ from nearpolicy.records import Event, StepReport
 from nearpolicy.store.folder import create_run_folder
 from nearpolicy.store.reader import RunReader
 from nearpolicy.store.writer import SqliteStore
-from nearpolicy.telemetry.report import _spans, _timeline
+from nearpolicy.telemetry.metrics import MetricsWriter
+from nearpolicy.telemetry.report import _KINDS, _duration, _spans, _timeline, _training
+from nearpolicy.telemetry.report_page import _CSS, PALETTE
 
 
 class Page(HTMLParser):
@@ -61,10 +63,10 @@ def test_nothing_is_fetched_from_outside(report):
 
 
 def test_the_asked_for_charts_are_there(report):
-    expected = {"Reward", "Held-out accuracy", "Completion length", "Entropy", "Mismatch", "KL from the reference"}
-    expected |= {"Staleness", "Gradient norm", "Learning rate", "Time line"}
+    expected = {"Reward", "Held-out accuracy", "Completion length", "Entropy", "KL from the reference"}
+    expected |= {"Log-probability gap", "Staleness", "Gradient norm", "Learning rate", "Time line"}
     assert expected <= report.charts.keys()
-    assert [trace["name"] for trace in report.charts["Reward"]["traces"]] == ["all sources", "answer", "format"]
+    assert [trace["name"] for trace in report.charts["Reward"]["traces"]] == ["reward", "answer", "format"]
     (accuracy, pass_at_4) = report.charts["Held-out accuracy"]["traces"]
     assert accuracy["error_y"]["array"] and pass_at_4["name"] == "pass@4"
     assert report.charts["Staleness"]["traces"][-1] == {"x": [*range(6)], "y": [1] * 6, "name": "bound"} | {
@@ -116,14 +118,68 @@ def test_the_time_line_stays_small_and_shares_are_exact():
     busy = [Event(time=i * 0.01, role="generator", kind="decode", seconds=0.005) for i in range(20_000)]
     other = [Event(time=0.0, role="learner", kind="idle", seconds=100.0, numbers={"cause": "no_batch"})]
     other += [Event(time=100.0, role="learner", kind="optim", seconds=100.0, instance=0)]
-    chart = _timeline(_spans(busy + other))
+    chart = _timeline(_spans(busy + other), (0.0, 200.0))
     assert chart.lanes == ["learner  50%", "generator  50%"]
     assert sum(len(trace["x"]) for trace in chart.traces) <= 2003
 
 
+def test_shares_of_roles_are_of_training_time_without_the_evaluations_around_it():
+    def event(kind: str, role: str, time: float, seconds: float | None = None) -> Event:
+        return Event(time=time, role=role, kind=kind, seconds=seconds)
+
+    events = [event("evaluate", "evaluate", 0.0, 100.0), event("decode", "generator", 0.0, 100.0)]
+    events += [event("admit", "queue", 100.0), event("decode", "generator", 100.0, 5.0)]
+    events += [event("optim", "learner", 105.0, 5.0), event("verify", "verifier", 104.0, 0.01)]
+    events += [event("checkpoint", "learner", 110.0, 7.0), event("evaluate", "evaluate", 117.0, 100.0)]
+    spans = _spans(events)
+    window = _training(events, spans)
+    assert window == (100.0, 110.0)
+    assert _timeline(spans, window).lanes == ["evaluate", "learner  50%", "verifier  <1%", "generator  50%"]
+
+
+def test_no_two_kinds_of_work_share_a_colour():
+    colours = [colour for _, colour in _KINDS.values() if colour is not None]
+    assert len(set(colours)) == len(colours) <= PALETTE
+    assert all(f"--c{colour}:" in _CSS for colour in colours)
+
+
+def test_a_curve_that_repeats_another_is_named_once_and_not_drawn(tmp_path):
+    folder = create_run_folder("one-source", parent=tmp_path)
+    with SqliteStore.create(folder, config=CONFIG):
+        writer = MetricsWriter(folder.metrics)
+        for step in range(3):
+            same = dict.fromkeys(("reward/mean", "reward/number/mean", "task/sums/reward"), step / 3)
+            writer.write(step, {**same, "staleness/mean": 1.0, "staleness/max": 1.0})
+        writer.close()
+        page = Page(write_report(folder.path).read_text())
+    assert [trace["name"] for trace in page.charts["Reward"]["traces"]] == ["reward"]
+    assert page.charts["Reward"]["note"] == "number and task sums: the same curve"
+    assert [trace["name"] for trace in page.charts["Staleness"]["traces"]] == ["mean", "largest", "bound"]
+
+
+def test_before_and_after_is_said_only_where_there_are_both(tmp_path, report):
+    assert "The same questions before and after" in report.text
+    folder = create_run_folder("two-steps", parent=tmp_path)
+    with SqliteStore.create(folder, config=CONFIG) as store:
+        store.consumed(batch(0, [group(0)]), StepReport(version=1, updates=1, metrics={}), trained([group(0)]))
+        store.flush()
+        text = Page(write_report(folder.path).read_text()).text
+        assert "Rollouts of the first step" in text and "before and after" not in text
+        store.consumed(batch(1, [group(1)]), StepReport(version=2, updates=2, metrics={}), trained([group(1)]))
+        store.flush()
+        assert "Rollouts of the first and the last step" in Page(write_report(folder.path).read_text()).text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(5, "5 s"), (425, "7 min 05 s"), (60, "1 min 00 s"), (3725, "1 h 02 min")]
+)
+def test_durations_are_said_in_words(seconds, said):
+    assert _duration(seconds) == said
+
+
 def test_instances_of_a_role_get_lanes_of_their_own(tmp_path):
     events = [Event(time=0.0, role="generator", kind="decode", seconds=1.0, instance=i) for i in (1, 0)]
-    assert _timeline(_spans(events)).lanes == ["generator 1  100%", "generator 0  100%"]
+    assert _timeline(_spans(events), (0.0, 1.0)).lanes == ["generator 1  100%", "generator 0  100%"]
 
 
 def test_the_reader_is_all_a_report_needs(tmp_path):
