@@ -38,7 +38,7 @@ ARROWS: dict[str, frozenset[str]] = {
     # The loop and what stands around it.
     "pipeline": frozenset({"records", "roles", "telemetry.batch"}),
     "evaluate": BASE | {"store.schema"},
-    "config": frozenset({"errors", "settings", "recipe_keys", "config"}),  # and every */config.py, below
+    "config": frozenset({"errors", "settings", "recipe_keys", "visible", "config"}),  # and every */config.py, below
     "launch": frozenset({"everything"}),
 }
 """A folder or module of the package -> what it may import besides itself: a unit as a whole, or one module of it."""

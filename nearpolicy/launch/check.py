@@ -67,7 +67,7 @@ def refuse(config: RunConfig, *, makes_run: bool) -> ModelShape | None:
     ``makes_run``: whether `run.dir` will be taken (the recipe of a finished run names its own folder). Returns the
     model's shape, or None if it lies on a hub and has not been fetched.
     """
-    from nearpolicy.launch.sizes import model_shape, reference_shape
+    from nearpolicy.launch.sizes import memory_refusal, model_shape, reference_shape
     from nearpolicy.store.folder import refuse_unusable
     from nearpolicy.tasks.sources import check_exists
 
@@ -80,6 +80,8 @@ def refuse(config: RunConfig, *, makes_run: bool) -> ModelShape | None:
         problems += _model_problems(config, shape)
         try:
             reference_shape(config, shape)
+            if (too_large := memory_refusal(config, shape, trains=makes_run)) is not None:
+                problems.append(too_large)
         except UserError as error:
             problems.append(str(error))
     looks = [partial(check_exists, task.source) for task in config.tasks]
@@ -122,11 +124,13 @@ def load_data(
 
 
 def _renderer(config: RunConfig) -> Renderer:
+    from nearpolicy.models.random_models import known_options
     from nearpolicy.models.tokenizer import Renderer, load_tokenizer
 
     if config.model.tokenizer is not None:
         return Renderer(load_tokenizer(config.model.tokenizer))
     if config.model.family is not None:
+        known_options(config.model.family, config.model.init)
         return Renderer(load_tokenizer("bytes"))
     from nearpolicy.models.loading import resolve
 

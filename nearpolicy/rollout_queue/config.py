@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
-from nearpolicy.settings import ConfigModel
+from nearpolicy.settings import ConfigModel, Seconds
 
 HOPELESS_ROUNDS = 3
 LEAST_HOPELESS = 6
@@ -33,9 +33,9 @@ def _longer_than_hopeless(others: Mapping[str, Any]) -> float:
 class QueueConfig(ConfigModel):
     """Section `queue`: groups between generation and training."""
 
-    prompts_per_step: PositiveInt = 8
+    prompts_per_step: int = Field(8, ge=1, le=100_000)
     """Groups consumed by one step (which makes `learner.num_iterations` x `learner.minibatches` updates)."""
-    max_staleness: NonNegativeInt = 1
+    max_staleness: int = Field(1, ge=0, le=10_000)
     """Bound on the age of a group when it is consumed: steps completed since the oldest weights among its tokens.
     0 is synchronous training."""
     order: Literal["admission", "ready"] = "admission"
@@ -55,11 +55,11 @@ class QueueConfig(ConfigModel):
     )
     """With `dynamic_sampling`: the groups of a step are sought among this many times `prompts_per_step` prompts. If
     they do not suffice the run saves its state and stops. 10 unless set."""
-    rollout_timeout_s: PositiveFloat = 600.0
+    rollout_timeout_s: Seconds = 600.0
     """Bound on one attempt at a prompt, generation and verification together."""
-    rollout_retries: NonNegativeInt = 1
+    rollout_retries: int = Field(1, ge=0, le=100)
     """Further attempts, with the same random numbers, before a prompt is given up as failed."""
-    stall_timeout_s: PositiveFloat = Field(default_factory=_longer_than_hopeless)
+    stall_timeout_s: float = Field(default_factory=_longer_than_hopeless, gt=0, le=1e9)
     """Bound on the learner's wait for a batch; when it is passed the run stops and says who waited for whom. Left out:
     3.5 times what one prompt may take with its retries, `rollout_timeout_s * (1 + rollout_retries)` (more with fewer
     than two slots), so that a run in which everything fails ends with the reason of the failures before that. Less than

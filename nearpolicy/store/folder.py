@@ -103,7 +103,10 @@ def create_run_folder(name: str, *, directory: str | Path | None = None, parent:
 def refuse_unusable(directory: str | Path, *, may_hold_run: bool = False) -> None:
     """Raise `RunFolderError` if a run could not live in ``directory``. Creates nothing, so that `check` can ask."""
     path = Path(directory)
-    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+    try:
+        existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+    except (OSError, ValueError) as error:  # a name that the file system cannot have
+        raise RunFolderError(f"{str(path)[:80]!r} cannot be a run folder: {error}. Choose another run.dir") from None
     if not existing.is_dir():
         raise RunFolderError(f"{path} cannot be a run folder: {existing} is a file. Choose another run.dir")
     if not os.access(existing, os.W_OK | os.X_OK):
