@@ -9,7 +9,7 @@ import pytest
 
 import nearpolicy
 from nearpolicy.errors import StandstillError
-from nearpolicy.launch import cli
+from nearpolicy.launch import cli, commands
 
 
 def test_it_says_its_version(capsys):
@@ -35,7 +35,7 @@ def test_a_standstill_is_a_message_with_a_status_of_its_own(capsys, monkeypatch)
     def stand_still(*_, **__):
         raise StandstillError("the learner has waited 5 s; 3 have failed, the last because: no key")
 
-    monkeypatch.setattr(cli, "app", stand_still)
+    monkeypatch.setattr(commands, "app", stand_still)
     with pytest.raises(SystemExit) as end:
         cli.run(["train"])
     assert (end.value.code, capsys.readouterr().err) == (
