@@ -10,6 +10,7 @@ folder if it made it. Verifier workers start before torch is imported.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -104,7 +105,13 @@ class Session:
             self.folder = create_run_folder(config.run.name, directory=config.run.dir)
         plain, self.packages = config.model_dump(mode="json"), versions()
         # The store before all else: its lock decides which of two runs has the folder, and the other writes nothing.
-        self.store = SqliteStore.create(self.folder, config=plain, packages=self.packages, sync=config.store.sync)
+        try:
+            self.store = SqliteStore.create(self.folder, config=plain, packages=self.packages, sync=config.store.sync)
+        except RunFolderError:
+            if made:
+                with contextlib.suppress(OSError):  # unless somebody else has put something in
+                    self.folder.path.rmdir()
+            raise
         closing.push(partial(self._leave_nothing, made))
         closing.push(_unless_failed(self.store.close))
         self.say(f"run folder: {place(self.folder.path)}")

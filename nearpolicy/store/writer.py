@@ -89,8 +89,11 @@ class SqliteStore:
             connection.executemany("INSERT INTO run VALUES (?, ?)", [(k, encode_json(v)) for k, v in facts.items()])
             connection.execute("COMMIT")
         except (sqlite3.Error, OSError) as error:
+            for file in folder.path.glob("store.*"):  # ours alone: the lock is
+                with contextlib.suppress(OSError):
+                    file.unlink()
             lock.close()
-            raise RunFolderError(f"no store can be made in {folder.path}: {error}") from error
+            raise RunFolderError(f"no store can be made in {folder.path}: {error}. Choose another run.dir") from error
         return cls(folder, connection, lock, max_pending=max_pending, stall_s=stall_s)
 
     @classmethod
