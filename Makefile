@@ -1,4 +1,5 @@
-# make demo    set up, then train a real model on two CPU cores; each call makes a new run folder
+# make demo    set up, then train a real model on two CPU cores; each call makes a new run folder.
+#              ARGS="run.steps=2" is passed on to `nearpolicy train`
 # make test    set up, then the test suite; make test-all adds the large tests
 # Nothing is needed beforehand but Python 3.11 or newer with venv and pip.
 
@@ -19,7 +20,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(INSTALLED)
-	$(VENV)/bin/nearpolicy train recipes/demo.yaml
+	$(VENV)/bin/nearpolicy train recipes/demo.yaml $(ARGS)
 
 test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest -m "not large" tests

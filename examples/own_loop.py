@@ -1,6 +1,6 @@
 """The loop in your own hands: the roles of a run as verbs, in the order you like. About half a minute on two cores.
 
-    python examples/own_loop.py
+    .venv/bin/python examples/own_loop.py
 
 Here each step samples twice as many groups as it needs and keeps those that carry a signal.
 """
@@ -63,10 +63,11 @@ async def main() -> list[float]:
         await learner.call(verbs.forward_backward, range(len(rows)), verbs.objective, rows, NOTHING_KNOWN, TokenStats())
         norm = await learner.call(verbs.optim_step, LEARNING_RATE)
         verbs.version += 1
-        record = await publisher.publish()  # the engine shows that it holds these weights
+        await publisher.publish()  # the engine shows that it holds these weights
         rewards.append(sum(r for g in groups for r in g.rewards if r is not None) / (16 * len(groups[0].rewards)))
-        print(f"version {record.version}: reward {rewards[-1]:.3f}, {len(useful)} groups, gradient norm {norm:.2f}")
+        print(f"step {step}: reward {rewards[-1]:.3f}, {len(useful)} groups used, gradient norm {norm:.2f}")
 
+    print(f"reward {rewards[0]:.3f} in step 0, {rewards[-1]:.3f} in step {STEPS - 1}")
     engine.runner.close()
     learner.close()
     await verifier.close()

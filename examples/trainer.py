@@ -1,9 +1,11 @@
-"""A run from Python: a model, a reward function, rows. About half a minute on two cores.
+"""A run from Python: a model, a reward function, rows. A minute or two on two cores.
 
-python examples/trainer.py
+.venv/bin/python examples/trainer.py
 """
 
 from __future__ import annotations
+
+import json
 
 from nearpolicy import Trainer
 
@@ -27,4 +29,9 @@ if __name__ == "__main__":
         task={"chat": False},
     )
     summary = trainer.train()
-    print(f"{summary['steps']} steps in {summary['wall_s']} s; look at {trainer.run_dir}")
+    lines = [json.loads(line) for line in (trainer.run_dir / "metrics.jsonl").read_text().splitlines()]
+    first, last = lines[0], lines[-1]
+    print(
+        f"reward {first['reward/mean']:.3f} in step {first['step']}, {last['reward/mean']:.3f} in step {last['step']}, "
+        f"after {summary['wall_s']:.0f} s of training; look at it with: nearpolicy report {trainer.run_dir}"
+    )

@@ -126,6 +126,11 @@ class RunConfig(ConfigModel):
         return self.run.numerics or ("exact" if self.model.dtype == "float32" else "fast")
 
     @property
+    def same_support(self) -> bool:
+        """Whether log-probabilities are over the tokens that could be sampled, which are then recorded."""
+        return self.sampling.leaves_out if self.objective.same_support is None else self.objective.same_support
+
+    @property
     def completions_per_step(self) -> int:
         return self.queue.prompts_per_step * self.sampling.num_generations
 
@@ -166,6 +171,11 @@ def contradictions(config: RunConfig) -> Iterator[str]:
         yield (
             f"objective.loss={objective.loss} is right for one update per step, but learner.num_iterations x "
             f"learner.minibatches is {learner.updates_per_step}; use objective.loss=ppo_clip, or set both to 1"
+        )
+    if objective.same_support and not sampling.leaves_out:
+        yield (
+            "objective.same_support=true has no effect where every token can be sampled; leave it out, or set "
+            "sampling.top_p, top_k or min_p"
         )
     if objective.overlong_buffer is not None and objective.overlong_buffer > sampling.max_completion_length:
         yield (

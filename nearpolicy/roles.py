@@ -44,6 +44,9 @@ class Sampling:
     min_p: float = 0.0
     max_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()
+    record_support: bool = False
+    """Give with each completion the tokens that could be drawn at each of its positions: extras ``support_sizes`` [T]
+    and, one after another, ``support_ids``."""
     stop: tuple[str, ...] = ()
     """Strings; a completion ends with the token that completes one of them."""
 

@@ -7,15 +7,28 @@ import os
 import shutil
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 
 from nearpolicy.machine import prepare_environment
 
 prepare_environment()
-if "NEARPOLICY_CACHE" not in os.environ:
-    os.environ["NEARPOLICY_CACHE"] = tempfile.mkdtemp(prefix="nearpolicy-tests-")
-    atexit.register(shutil.rmtree, os.environ["NEARPOLICY_CACHE"], ignore_errors=True)
+
+
+def _own_cache() -> None:
+    """A cache for this session, which a killed test may leave torn without harm; what was made from packages before
+    (the real model of the large tests, minutes and half a gigabyte) is linked into it."""
+    real = Path(os.environ.get("NEARPOLICY_CACHE") or Path.home() / ".cache" / "nearpolicy") / "models"
+    own = Path(tempfile.mkdtemp(prefix="nearpolicy-tests-"))
+    atexit.register(shutil.rmtree, own, ignore_errors=True)
+    (own / "models").mkdir()
+    for model in real.glob("llm-*"):
+        (own / "models" / model.name).symlink_to(model)
+    os.environ["NEARPOLICY_CACHE"] = str(own)
+
+
+_own_cache()
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,12 @@ from pathlib import Path
 import pytest
 
 from nearpolicy.config import load_recipe
+from nearpolicy.evaluate.evaluator import CORRECT, correctness
 from nearpolicy.records import Prompt
+from nearpolicy.store.reader import RunReader
 from nearpolicy.tasks.mixture import load_task
+from nearpolicy.verifier.config import FunctionReward
+from nearpolicy.verifier.functions import prepare
 from nearpolicy.verifier.rewards import Sample, score
 
 ROOT = Path(__file__).parents[1]
@@ -22,6 +26,38 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_resolves(recipe):
     assert load_recipe(recipe).run.name == recipe.stem
+
+
+def test_own_data_and_own_reward_train_as_the_recipe_says(tmp_path):
+    """What docs/getting-started.md goes through, as a user runs it: from the root of the repository."""
+    command = ["train", "recipes/own_data.yaml", f"run.dir={tmp_path / 'run'}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "nearpolicy", *command], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rewards = rewards_of(tmp_path / "run")
+    assert sum(rewards[-5:]) > 2 * sum(rewards[:5])
+
+
+def rewards_of(folder: Path) -> list[float]:
+    """Mean reward by step."""
+    with RunReader(folder) as run:
+        return [line["reward/mean"] for line in run.metrics() if "reward/mean" in line]
+
+
+def test_the_two_shapes_of_the_example_reward_agree_on_what_is_right():
+    path = ROOT / "examples" / "own_data" / "rewards.py"
+    verdicts = {}
+    for name in ("right_word", "compute_score"):
+        function = prepare(FunctionReward(path=f"{path}:{name}"))
+        for text in ("one", " one ", "one of many", "many"):
+            of_text = Sample(
+                text=text, columns={"answer": "one"}, prompt="One or many: cat", completion_ids=[], task="t"
+            )
+            [verdict] = function.verdicts(function.begin([of_text]), 1)
+            verdicts[name, text] = correctness(verdict) >= CORRECT
+    assert [verdicts["right_word", text] for text in ("one", " one ", "one of many", "many")] == [1, 1, 0, 0]
+    assert all(verdicts["right_word", text] == verdicts["compute_score", text] for _, text in verdicts)
 
 
 @pytest.mark.large
@@ -47,10 +83,8 @@ def test_the_trainer_example_raises_the_reward(tmp_path):
         [sys.executable, ROOT / "examples" / "trainer.py"], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    from nearpolicy.store.reader import RunReader
-
-    with RunReader(tmp_path / "runs" / "letters-1") as run:
-        rewards = [line["reward/mean"] for line in run.metrics() if "reward/mean" in line]
+    rewards = rewards_of(tmp_path / "runs" / "letters-1")
+    assert f"reward {rewards[0]:.3f} in step 0, {rewards[-1]:.3f} in step 59" in done.stdout
     assert rewards[0] < 0.1 and rewards[-1] > 0.4
 
 

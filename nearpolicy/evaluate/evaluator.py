@@ -61,7 +61,7 @@ class Evaluator:
         self._seed = seed
         self._render = render
         self._decode = decode
-        plain = replace(sampling, top_p=1.0, top_k=0, min_p=0.0)
+        plain = replace(sampling, top_p=1.0, top_k=0, min_p=0.0, record_support=False)
         length = config.max_completion_length or sampling.max_tokens
         self._greedy = replace(plain, temperature=config.temperature, max_tokens=length)
         self._sampled = replace(plain, temperature=config.pass_temperature, max_tokens=length)

@@ -35,6 +35,11 @@ class SamplingConfig(ConfigModel):
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """Strings that end a completion, beside the stop tokens of model and tokenizer."""
 
+    @property
+    def leaves_out(self) -> bool:
+        """Whether some tokens cannot be drawn."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
     @field_validator("temperature")
     @classmethod
     def _training_needs_chance(cls, temperature: float) -> float:

@@ -181,6 +181,9 @@ class Engine:
             numbers = uniforms([s.key for s in chosen], [len(s.tokens) for s in chosen])
             tokens = draw(logprobs, numbers)
             values = logprobs.gather(1, tokens[:, None].to(logprobs.device))[:, 0]
+            if sampling.record_support:
+                for sequence, row in zip(chosen, logprobs.isfinite().cpu().numpy(), strict=True):
+                    sequence.support.append(np.flatnonzero(row).astype(np.int32))
             for sequence, token, value in zip(chosen, tokens.tolist(), values.tolist(), strict=True):
                 completion = self._append(sequence, token, value)
                 if completion is not None:
@@ -243,9 +246,10 @@ class Engine:
 
 
 def _completion(sequence: Sequence, finish: Finish, reason: str = "") -> Completion:
-    return _ended(
-        sequence.request, sequence.sample, finish, reason, sequence.tokens, sequence.logprobs, sequence.versions
-    )
+    count = len(sequence.tokens)
+    extras = support_arrays(sequence.support[:count]) if sequence.request.sampling.record_support else {}
+    known = sequence.tokens, sequence.logprobs, sequence.versions
+    return _ended(sequence.request, sequence.sample, finish, reason, *known, extras)
 
 
 def _ended(
@@ -256,6 +260,7 @@ def _ended(
     tokens: Iterable[int] = (),
     logprobs: Iterable[float] = (),
     versions: Iterable[int] = (),
+    extras: Mapping[str, np.ndarray] | None = None,
 ) -> Completion:
     return Completion(
         request=request.id,
@@ -265,4 +270,14 @@ def _ended(
         versions=np.array(versions, dtype=np.int32),
         finish=finish,
         reason=reason,
+        extras=extras or {},
     )
+
+
+def support_arrays(support: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
+    """``support_sizes`` [T] and ``support_ids`` of the ids that could be drawn at each position."""
+    support = list(support)
+    return {
+        "support_sizes": np.array([len(ids) for ids in support], dtype=np.int32),
+        "support_ids": np.concatenate([np.zeros(0, np.int32), *support]),
+    }

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nearpolicy.models.policy import log_softmax
+from nearpolicy.models.policy import log_softmax, restricted
 from nearpolicy.roles import Request, Sampling
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -60,8 +60,7 @@ def sampled_logprobs(logits: Tensor, sampling: Sampling) -> Tensor:
     kept = kept_tokens(logprobs, sampling)
     if kept is None:
         return logprobs
-    logprobs = logprobs.masked_fill(~kept, float("-inf"))
-    return logprobs - logprobs.logsumexp(dim=-1, keepdim=True)
+    return restricted(logprobs, kept, float("-inf"))
 
 
 def kept_tokens(logprobs: Tensor, sampling: Sampling) -> Tensor | None:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from nearpolicy.generator.kv import PagePool, Span
 from nearpolicy.generator.sampling import sequence_key
 from nearpolicy.models.attention import PAGE
@@ -28,6 +30,8 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    support: list[np.ndarray] = field(default_factory=list)
+    """Per token the ids that could be drawn, where the request asks for them."""
     pages: list[int] = field(default_factory=list)
     stored: int = 0
     """Positions whose keys and values are in the pages; 0 while it waits."""

@@ -63,6 +63,7 @@ class Language:
             max_tokens=wanted.max_completion_length,
             stop_token_ids=renderer.stop_token_ids,
             stop=tuple(wanted.stop),
+            record_support=config.same_support,
         )
         return cls(folder=folder, renderer=renderer, mixture=mixture, sampling=sampling)
 
@@ -198,7 +199,8 @@ def make_learner(
 
 
 def make_objective(config: RunConfig) -> Objective:
-    return Objective(config.objective, config.sampling.max_completion_length)
+    settled = config.objective.model_copy(update={"same_support": config.same_support})
+    return Objective(settled, config.sampling.max_completion_length)
 
 
 def load_reference(config: RunConfig, language: Language, policy: PolicyModel) -> PolicyModel | None:

@@ -199,7 +199,8 @@ def _rewards(config: RunConfig, functions: Mapping[str, UserFunction]) -> Lines:
             if reward.kind == "function":
                 function = functions[reward.path]
                 reads = f", reads {', '.join(function.columns)}" if function.columns else ""
-                yield f"reward {reward.source}", f"{where}{reward.path}, {function.shape.value} shape{reads}"
+                shape = {"trl": "TRL"}.get(function.shape.value, function.shape.value)
+                yield f"reward {reward.source}", f"{where}{reward.path}, {shape} shape{reads}"
         if task.held_out:
             yield "held-out accuracy", where + _judge(task.rewards[0])
 

@@ -123,21 +123,35 @@ async def compare(
     train: int,
 ) -> dict[str, Any]:
     """Everything that is printed and drawn, as one JSON object."""
+    import numpy as np
+
     from nearpolicy.learner.gradients import GradientSketch, group_gradients
     from nearpolicy.objectives.comparison import cosine, distance
 
     batch = run.batch(step)
+    newest = max((int(row.segment.versions.max(initial=0)) for row in batch.rows), default=0)
+    if version < newest:
+        raise UserError(
+            f"--weights {version}: step {step} holds tokens of version {newest}, so these weights are older than the "
+            "data; choose that version or a later one"
+        )
     workshop = Workshop(run, config, version)
-    rows, found = {}, {}
+    rows, gradients = {}, {}
     sketch = None
     for name, objective in objectives.items():
         learner = workshop.learner(objective)
         sketch = sketch or GradientSketch(learner.policy)
-        found[name] = group_gradients(learner, batch, sketch)
+        found = group_gradients(learner, batch, sketch)
         exact = group_gradients(workshop.learner(full_importance_sampling(objective)), batch, sketch)
-        gap = distance(found[name], exact, rounds=ROUNDS, seed=config.run.seed)
-        rows[name] = _row(found[name]) | {
-            "cosine_to_importance_sampling": cosine(found[name].gradient(), exact.gradient()),
+        gap = distance(found, exact, rounds=ROUNDS, seed=config.run.seed)
+        gradients[name] = found.gradient()
+        rows[name] = _row(found) | {
+            "gradient_norm_by_part": {
+                part: float(np.linalg.norm(gradients[name] - without.gradient()))
+                for part, other in without_a_part(objective).items()
+                for without in [group_gradients(workshop.learner(other), batch, sketch)]
+            },
+            "cosine_to_importance_sampling": cosine(gradients[name], exact.gradient()),
             "importance_sampling": None if gap is None else asdict(gap),
         }
     staleness = [version - group.oldest_version for group in batch.groups]
@@ -150,7 +164,7 @@ async def compare(
         "staleness": {"mean": sum(staleness) / len(staleness), "max": max(staleness)},
         "gradients": "exact" if sketch.is_exact else "sketched",
         "objectives": rows,
-        "cosines": {a: {b: cosine(found[a].gradient(), found[b].gradient()) for b in found} for a in found},
+        "cosines": {a: {b: cosine(x, y) for b, y in gradients.items()} for a, x in gradients.items()},
     }
     if train:
         result["trained"] = await workshop.train_each(objectives, first=step, steps=train)
@@ -165,11 +179,23 @@ def full_importance_sampling(objective: ObjectiveConfig) -> ObjectiveConfig:
         key: getattr(objective, key)
         for key in ("mask_truncated_completions", "overlong_buffer", "overlong_penalty", "length_cost", "length_reward")
     }
-    if objective.advantage not in ("vtrace", "teacher"):
+    if objective.advantage == "vtrace":
+        kept["advantage"] = "rloo"  # what V-trace is between equal policies at gamma 1
+    elif objective.advantage != "teacher":
         kept |= {key: getattr(objective, key) for key in ("advantage", "scale_rewards", "pass_k", "gamma")}
     return ObjectiveConfig(
         loss="pg", correction="sequence_truncate", correction_cap=1e30, loss_agg=objective.loss_agg, **kept
     )
+
+
+def without_a_part(objective: ObjectiveConfig) -> dict[str, ObjectiveConfig]:
+    """Each part of the loss beside the policy's -> the objective without it; the gradient is the sum of its parts."""
+    others = {}
+    if objective.kl_in == "loss":
+        others["kl"] = objective.model_copy(update={"kl_coef": 0.0, "kl_in": None, "reference": "none"})
+    if objective.entropy_coef:
+        others["entropy"] = objective.model_copy(update={"entropy_coef": 0.0})
+    return others
 
 
 class Workshop:

@@ -49,6 +49,11 @@ def print_table(result: Mapping[str, Any]) -> None:
     for name, others in result["cosines"].items():
         cosines.add_row(name, *("-" if c is None else f"{c:.3f}" for c in others.values()))
     console.print(cosines)
+    for name, row in result["objectives"].items():
+        if parts := row["gradient_norm_by_part"]:
+            console.print(
+                f"{name}: gradient norm of " + ", ".join(f"{part} {norm:.3g}" for part, norm in parts.items())
+            )
     for name, trained in result.get("trained", {}).items():
         console.print(f"{name}: " + _trained(trained))
 

@@ -25,7 +25,7 @@ from nearpolicy.learner.optimizer import MasterAdamW
 from nearpolicy.learner.packing import Packed, build_trees, microbatches, pack
 from nearpolicy.learner.schedule import learning_rate
 from nearpolicy.models.numerics import Numerics
-from nearpolicy.models.policy import PolicyModel, Scores
+from nearpolicy.models.policy import PolicyModel, Scores, Support
 from nearpolicy.models.rows import RowContext
 from nearpolicy.models.weights import digests, fingerprint, load_weights, named_weights
 from nearpolicy.objectives import regularisers
@@ -203,7 +203,7 @@ class PolicyLearner:
         useful = _useful(rows, wanted, objective)
         self._count_the_others(wanted, useful, objective, rows, stats)
         for packed in self._packed(rows, useful, objective.whole_rollouts):
-            scores = self._score(self.policy, packed, objective, known)
+            scores = self._score(self.policy, rows, packed, objective, known)
             tokens = self._tokens(rows, packed, scores, known)
             found = objective.token_losses(tokens)
             shares = objective.shares(found.kept, tokens.sequences)
@@ -387,6 +387,7 @@ class PolicyLearner:
     def _score(
         self,
         model: PolicyModel,
+        rows: Sequence[Row],
         packed: Packed,
         objective: TokenObjective | None = None,
         known: Annotated = NOTHING_KNOWN,
@@ -410,6 +411,7 @@ class PolicyLearner:
             self._temperature,
             entropy_has_gradient=objective is not None and objective.entropy_has_gradient,
             reference=None if hidden is None else (self.reference, hidden),
+            support=_support(rows, packed, num_targets, model.device) if self.objective.same_support else None,
         )
         return scores.first(len(packed.targets))
 
@@ -418,7 +420,7 @@ class PolicyLearner:
         """[T] float32 per row, 0 where nothing is wanted."""
         out = [np.zeros(len(row.segment.token_ids), dtype=np.float32) for row in rows]
         for packed in self._packed(rows, wanted):
-            values = self._score(model, packed).logprobs.cpu().numpy()
+            values = self._score(model, rows, packed).logprobs.cpu().numpy()
             for i, here in _targets_by_row(packed):
                 out[i][packed.position[here]] = values[here]
         return out
@@ -442,7 +444,7 @@ class PolicyLearner:
         """[T] KL from the policy to the reference per row."""
         out = [np.zeros(len(row.segment.token_ids), dtype=np.float32) for row in rows]
         for packed in self._packed(rows, [i for i, row in enumerate(rows) if row.trained.any()]):
-            values = self._score(self.policy, packed, None, annotated).reference_kl.cpu().numpy()
+            values = self._score(self.policy, rows, packed, None, annotated).reference_kl.cpu().numpy()
             for i, here in _targets_by_row(packed):
                 out[i][packed.position[here]] = values[here]
         return out
@@ -549,7 +551,38 @@ def _columns(rows: Sequence[Row], packed: Packed, known: Annotated, version: int
         columns["staleness"][here] = version - rows[i].segment.versions[positions]
         for name, arrays in given.items():
             columns[name][here] = arrays[i][positions]
+        for name, values in columns.items():
+            if not np.isfinite(values[here]).all():
+                bad = int(positions[~np.isfinite(values[here])][0])
+                raise NearpolicyError(
+                    f"group {rows[i].group}, sample {rows[i].sample}, token {bad}: its {_NAMES.get(name, name)} is "
+                    f"{values[here][~np.isfinite(values[here])][0]}; nothing is trained on such a batch. Find where it "
+                    "was made (nearpolicy inspect --group), or leave the group out"
+                )
     return columns
+
+
+_NAMES = {"behavior": "behavior_logprobs", "proximal": "proximal_logprobs", "reference": "reference_logprobs"}
+
+
+def _support(rows: Sequence[Row], packed: Packed, length: int, device: torch.device) -> Support:
+    """Of the packed targets, from what the engine recorded; the last one's for the padding behind."""
+    sizes, ids = [], []
+    for i, here in _targets_by_row(packed):
+        extras = rows[i].segment.extras
+        if "support_sizes" not in extras:
+            raise NearpolicyError(
+                f"group {rows[i].group}, sample {rows[i].sample} has no recorded support, which "
+                "objective.same_support needs; sample with record_support, or set objective.same_support: false"
+            )
+        of_row = np.split(extras["support_ids"], np.cumsum(extras["support_sizes"])[:-1])
+        for position in packed.position[here]:
+            sizes.append(len(of_row[position]))
+            ids.append(of_row[position])
+    padding = length - len(sizes)
+    sizes, ids = sizes + sizes[-1:] * padding, ids + ids[-1:] * padding
+    flat = torch.from_numpy(np.concatenate(ids).astype(np.int64)).to(device)
+    return Support(torch.tensor(sizes, dtype=torch.int64, device=device), flat)
 
 
 def _padded(array: np.ndarray, length: int, device: torch.device) -> Tensor:

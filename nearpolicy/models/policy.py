@@ -7,6 +7,8 @@ the same hidden states, the same head and the same attention function.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -87,21 +89,25 @@ class PolicyModel(nn.Module):
         *,
         entropy_has_gradient: bool = False,
         reference: tuple[PolicyModel, Tensor] | None = None,
+        support: Support | None = None,
     ) -> Scores:
         """Log-probability of ``targets`` [N] after packed ``rows`` [N], and the entropy there.
 
-        Both are of softmax(logits / temperature), in natural logarithms. ``reference``: another model and its hidden
-        states [N, hidden] for the same rows; then the KL to its distribution is given as well.
+        Both are of softmax(logits / temperature), in natural logarithms, renormalised over the ``support`` if one is
+        given. ``reference``: another model and its hidden states [N, hidden] for the same rows; then the KL to its
+        distribution is given as well.
         """
         hidden = self.hidden(input_ids, positions, context)[rows]
         settings = (temperature, entropy_has_gradient, None if reference is None else reference[0])
         theirs = hidden.new_empty(len(rows), 0) if reference is None else reference[1]
         if len(rows) <= HEAD_CHUNK:
-            return Scores(*self._score(hidden, targets, theirs, *settings))
+            return Scores(*self._score(hidden, targets, theirs, support, *settings))
         num_chunks = -(-len(rows) // HEAD_CHUNK)  # even chunks: a short last one would take another kernel
+        chunks = [x.tensor_split(num_chunks) for x in (hidden, targets, theirs)]
+        supports = [None] * num_chunks if support is None else support.split([len(x) for x in chunks[0]])
         parts = [
             checkpoint(self._score, *chunk, *settings, use_reentrant=False, preserve_rng_state=False)
-            for chunk in zip(*(x.tensor_split(num_chunks) for x in (hidden, targets, theirs)), strict=True)
+            for chunk in zip(*chunks, supports, strict=True)
         ]
         return Scores(*map(torch.cat, zip(*parts, strict=True)))
 
@@ -110,25 +116,54 @@ class PolicyModel(nn.Module):
         hidden: Tensor,
         targets: Tensor,
         reference_hidden: Tensor,
+        support: Support | None,
         temperature: float,
         entropy_has_gradient: bool,
         reference: PolicyModel | None,
     ) -> tuple[Tensor, ...]:
-        theirs = None
+        logits, theirs = self.head(hidden), None
+        allowed = None if support is None else support.mask(logits.shape[-1])
         if reference is not None:
             with torch.no_grad():
                 theirs = log_softmax(reference.head(reference_hidden), temperature)
-        scores = score_tokens(self.head(hidden), targets, temperature, theirs)
+                theirs = theirs if allowed is None else restricted(theirs, allowed, IMPOSSIBLE)
+        scores = score_tokens(logits, targets, temperature, theirs, allowed)
         if not entropy_has_gradient:
             scores = scores._replace(entropies=scores.entropies.detach())
         return scores if reference is not None else scores[:2]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Support:
+    """The tokens that could be drawn at each of N positions."""
+
+    sizes: Tensor
+    """[N] int64."""
+    ids: Tensor
+    """[sum of sizes] int64, one position after another."""
+
+    def split(self, lengths: Sequence[int]) -> list[Support]:
+        """By consecutive runs of so many positions."""
+        sizes = self.sizes.split(list(lengths))
+        return [Support(s, ids) for s, ids in zip(sizes, self.ids.split([int(s.sum()) for s in sizes]), strict=True)]
+
+    def mask(self, vocabulary: int) -> Tensor:
+        """[N, V] bool."""
+        allowed = torch.zeros(len(self.sizes), vocabulary, dtype=torch.bool, device=self.ids.device)
+        allowed[torch.arange(len(self.sizes), device=self.ids.device).repeat_interleave(self.sizes), self.ids] = True
+        return allowed
+
+
 def score_tokens(
-    logits: Tensor, targets: Tensor, temperature: float, reference_logprobs: Tensor | None = None
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    reference_logprobs: Tensor | None = None,
+    allowed: Tensor | None = None,
 ) -> Scores:
-    """Scores of ``targets`` [N] under [N, V] logits, and the KL to a reference [N, V] if there is one."""
-    found = _TokenScores.apply(logits, targets, temperature, reference_logprobs)
+    """Scores of ``targets`` [N] under [N, V] logits, renormalised over the ``allowed`` tokens if they are given, and
+    the KL to a reference [N, V] if there is one."""
+    found = _TokenScores.apply(logits, targets, temperature, reference_logprobs, allowed)
     return Scores(*found) if reference_logprobs is not None else Scores(*found[:2])
 
 
@@ -141,8 +176,10 @@ class _TokenScores(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, logits, targets, temperature, reference_logprobs):
+    def forward(ctx, logits, targets, temperature, reference_logprobs, allowed):
         logprobs = log_softmax(logits, temperature)
+        if allowed is not None:
+            logprobs = restricted(logprobs, allowed, IMPOSSIBLE)
         probabilities = logprobs.exp()
         kl = None
         if reference_logprobs is not None:
@@ -175,7 +212,18 @@ class _TokenScores(torch.autograd.Function):
             gradient.mul_(weights)
         if of_logprobs is not None:
             gradient.scatter_add_(1, targets[:, None], (of_logprobs * scale)[:, None])
-        return gradient.to(ctx.dtype), None, None, None
+        return gradient.to(ctx.dtype), None, None, None, None
+
+
+IMPOSSIBLE = -1e9
+"""A log-probability of tokens outside the support whose product with their probability, 0, is a number."""
+
+
+def restricted(logprobs: Tensor, allowed: Tensor, otherwise: float) -> Tensor:
+    """[rows, V] log-probabilities renormalised over the ``allowed`` tokens; ``otherwise`` for the rest. The one formula
+    of engine and learner."""
+    left = logprobs.masked_fill(~allowed, float("-inf"))
+    return (left - left.logsumexp(dim=-1, keepdim=True)).masked_fill_(~allowed, otherwise)
 
 
 def log_softmax(logits: Tensor, temperature: float) -> Tensor:

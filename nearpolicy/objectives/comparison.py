@@ -31,12 +31,15 @@ class GroupGradients:
         total = self.divisors.sum()
         return float(self.losses.sum() / total) if total else 0.0
 
-    def gradient(self, counts: np.ndarray | None = None) -> np.ndarray:
-        """[..., D] gradient of an update in which group k stands ``counts[..., k]`` times; once each unless given.
-        Zeros where nothing is left to divide by."""
-        counts = np.ones(len(self.divisors)) if counts is None else counts
+    def gradient(self) -> np.ndarray:
+        """[D] gradient of the update."""
+        return self.parts(np.ones(len(self.divisors))) @ self.gradients
+
+    def parts(self, counts: np.ndarray) -> np.ndarray:
+        """[..., K] factors of the groups' gradients in an update in which group k stands ``counts[..., k]`` times;
+        zeros where nothing is left to divide by."""
         total = counts @ self.divisors
-        return (counts @ self.gradients) / np.where(total > 0, total, np.inf)[..., None]
+        return counts / np.where(total > 0, total, np.inf)[..., None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,17 +72,25 @@ def distance(of: GroupGradients, reference: GroupGradients, *, rounds: int, seed
         return None
     groups = len(of.divisors)
     drawn = np.random.default_rng(seed).multinomial(groups, np.full(groups, 1.0 / groups), size=rounds)
-    own, theirs = of.gradient(drawn), reference.gradient(drawn)
-    biases = np.linalg.norm(own - theirs, axis=1) / length
+    own, theirs = of.parts(drawn), reference.parts(drawn)
+    # Resampled gradients are sums of the same few vectors, so their inner products say everything.
+    vectors = np.concatenate([of.gradients, reference.gradients])
+    products = vectors @ vectors.T
+    biases = _lengths(np.concatenate([own, -theirs], axis=1), products) / length
     low, high = np.quantile(biases, [0.025, 0.975])
     return Distance(
         bias=float(np.linalg.norm(of.gradient() - reference.gradient()) / length),
         bias_low=float(low),
         bias_high=float(high),
-        variance=_variance(own) / float(length) ** 2,
-        reference_variance=_variance(theirs) / float(length) ** 2,
+        variance=_variance(own, products[:groups, :groups]) / float(length) ** 2,
+        reference_variance=_variance(theirs, products[groups:, groups:]) / float(length) ** 2,
     )
 
 
-def _variance(gradients: np.ndarray) -> float:
-    return float(np.square(gradients - gradients.mean(axis=0)).sum(axis=1).mean())
+def _lengths(parts: np.ndarray, products: np.ndarray) -> np.ndarray:
+    """[R] lengths of the sums of vectors with these factors [R, K], from the vectors' inner products."""
+    return np.sqrt(np.einsum("rk,kl,rl->r", parts, products, parts, optimize=True).clip(min=0.0))
+
+
+def _variance(parts: np.ndarray, products: np.ndarray) -> float:
+    return float(np.square(_lengths(parts - parts.mean(axis=0), products)).mean())

@@ -79,9 +79,9 @@ class ObjectiveConfig(ConfigModel):
     """Smallest ratio, in the same sense. Unless set: 0.5 for `token_mask`, 0.99 for `geometric_mask`, else none."""
     correction_weighted: bool | None = _by_parts("correction_weighted")
     """Whether what `token_mask` or `sequence_mask` keeps is weighed with its ratio; true unless set."""
-    same_support: bool = False
-    """Under `sampling.top_p`, `top_k` or `min_p`: give the learner's log-probabilities over the tokens that could be
-    sampled, as the engine's are. The engine then records those tokens."""
+    same_support: bool | None = None
+    """Take the learner's log-probabilities over the tokens that could be sampled, as the engine's are; the engine then
+    records those tokens. Left out: exactly where `sampling.top_p`, `top_k` or `min_p` leave some out."""
     clip_low: PositiveFloat | None = _by_parts("clip_low")
     """Distance below 1 at which the ratio is clipped (for `gmpo` in logarithms, for `dppo` of probabilities). The
     default depends on the loss: 0.2 for `ppo_clip`."""
@@ -154,6 +154,14 @@ class ObjectiveConfig(ConfigModel):
     """Weight of a reward for answers shorter than others of their group; wrong answers can only lose by it."""
     diversity_bonus: NonNegativeFloat = 0.0
     """Weight of a reward for completions that share few three-token sequences with others of their group."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_but_not_to_be_had(cls, data: Any) -> Any:
+        for key, value in data.items() if isinstance(data, dict) else ():
+            if isinstance(value, str) and (key, value) in NOT_HERE:
+                raise ValueError(f"objective.{key}={value} {NOT_HERE[key, value]}")
+        return data
 
     @model_validator(mode="after")
     def _parts_go_together(self) -> Self:
@@ -233,5 +241,12 @@ class ObjectiveConfig(ConfigModel):
             yield f"objective.cov_low={self.cov_low} lies above objective.cov_high={self.cov_high}; lower it"
 
 
+NOT_HERE = {
+    ("advantage", "gae"): (
+        "needs a critic, and no recipe can name one yet; use vtrace, whose values are the mean of the group's others"
+    ),
+    ("reference", "adapter_off"): "needs adapters, and no recipe can train them yet; use initial",
+}
+"""Settings that other trainers have, and why they are refused here."""
 _NEUTRAL = {"scale_rewards": "none"}
 """Values that say nothing where no part reads the setting."""

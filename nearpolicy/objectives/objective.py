@@ -5,7 +5,7 @@ together. Where micro-batches are cut is not known here, and makes no difference
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 import torch
@@ -40,6 +40,16 @@ class Tokens:
     chosen: Tensor | None = None
     """Bool: tokens that `Objective.choose` picked out of the whole update."""
 
+    def __post_init__(self) -> None:
+        count = len(self.logprobs)
+        shapes = {
+            f.name: getattr(self, f.name).shape for f in fields(self) if isinstance(getattr(self, f.name), Tensor)
+        }
+        shapes["sequences.index"] = self.sequences.index.shape
+        wrong = [f"{name} has {tuple(shape)}" for name, shape in shapes.items() if tuple(shape) != (count,)]
+        if wrong:
+            raise ValueError(f"{count} tokens need arrays of shape ({count},), but {', '.join(wrong)}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenLosses:
@@ -61,6 +71,8 @@ class TokenObjective(Protocol):
     whole_rollouts: bool
     """All segments of a rollout must be in one micro-batch."""
     entropy_has_gradient: bool
+    same_support: bool
+    """Log-probabilities are over the tokens that could be sampled."""
 
     def token_losses(self, tokens: Tokens) -> TokenLosses: ...
 
@@ -110,6 +122,11 @@ class Objective:
     def needs_reference(self) -> bool:
         """Whether a reference model has to be asked, for the loss or for advantages."""
         return self.config.reference != "none"
+
+    @property
+    def same_support(self) -> bool:
+        """Whether log-probabilities are over the tokens that could be sampled."""
+        return bool(self.config.same_support)
 
     @property
     def needs_full_kl(self) -> bool:
@@ -258,6 +275,7 @@ class Supervised:
     skips_zero_advantage: bool = False
     whole_rollouts: bool = False
     entropy_has_gradient: bool = False
+    same_support: bool = False
 
     def token_losses(self, tokens: Tokens) -> TokenLosses:
         return TokenLosses(losses=-tokens.logprobs, kept=torch.ones_like(tokens.advantages, dtype=torch.bool), named={})

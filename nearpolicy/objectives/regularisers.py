@@ -39,7 +39,7 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     d = difference(reference_logprobs, logprobs)
     near = d.double().clamp(max=LARGEST_LOG_RATIO)
     steep = torch.expm1(near)
-    return (steep - near + steep.detach() * (d - near)).clamp(min=0.0).to(d.dtype)
+    return (steep - near + steep * (d - near)).clamp(min=0.0).to(d.dtype)
 
 
 def full_kl(log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -48,8 +48,8 @@ class StalenessBoundedQueue:
         self._max_rounds = None if left_out is None else max_rounds
         self._search_from = 0
         """First admission that may belong to the next batch."""
-        self._reasons: Counter[str] = Counter()
-        """Of the groups filtered since the last batch."""
+        self._reasons: dict[int, str] = {}
+        """Of the groups filtered since the last batch, by admission."""
         self.num_filtered = 0
         """Groups filtered since the start of the run."""
         self._ledger = ledger
@@ -106,7 +106,7 @@ class StalenessBoundedQueue:
             self._failed_in_a_row, self._has_worked = 0, True
             self._ledger.drop(index)
             self.num_filtered += 1
-            self._reasons[reason] += 1
+            self._reasons[index] = reason
             self._store.discarded(group, Fate.FILTERED, reason)
             self._emit("filter", admission=index, reason=reason)
         else:
@@ -140,16 +140,13 @@ class StalenessBoundedQueue:
             raise RolloutsError(
                 f"{self._ledger.next_index - self._search_from} prompts gave {len(self._groups)} of the {count} groups "
                 f"of a step (queue.max_rounds={self._max_rounds}); the others were left out: "
-                + ", ".join(f"{n} {reason}" for reason, n in self._reasons.most_common())
+                + ", ".join(f"{n} {reason}" for reason, n in Counter(self._reasons.values()).most_common())
             )
         if indices is None:
             indices = sorted(self._groups)
         self._ledger.consume(indices)
         self._emit("take", groups=len(indices))
-        left = [*self._ledger.indices(State.RUNNING), *self._ledger.indices(State.READY)]
-        self._search_from = min(left, default=self._ledger.next_index)
-        self._reasons.clear()
-        self._changed.set()
+        self._begin_search(indices)
         return [self._groups.pop(index) for index in indices]
 
     def complete(self, step: int) -> None:
@@ -196,6 +193,13 @@ class StalenessBoundedQueue:
         given_up = self.num_failed + self.num_expired + self.num_filtered
         wanted = self._num_groups is None or self._ledger.next_index - given_up < self._num_groups
         return wanted and not self._window_is_used_up
+
+    def _begin_search(self, consumed: Sequence[int]) -> None:
+        """The next batch is sought behind this one, among groups that may have ended already."""
+        left = [*self._ledger.indices(State.RUNNING), *self._ledger.indices(State.READY)]
+        self._search_from = min([*left, *(index + 1 for index in consumed[-1:])], default=self._search_from)
+        self._reasons = {index: reason for index, reason in self._reasons.items() if index >= self._search_from}
+        self._changed.set()
 
     @property
     def _window_is_used_up(self) -> bool:

@@ -113,7 +113,7 @@ def test_check_loads_user_functions_and_says_how_they_are_called(run, recipe):
     function = with_function(recipe, "def score(completions, answer, **columns): return [0.0]\n")
     status, out, _ = run("check", recipe, function)
     assert status == 0
-    assert "mine.py:score, trl shape, reads answer" in out
+    assert "mine.py:score, TRL shape, reads answer" in out
     assert "judged by: function, right from 1.0; what a function gives at most cannot be known" in out
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from learner_cases import EXACT, batch_of, gradients, model_folder, random_rows, reference_logprobs, weights
 
+from nearpolicy.errors import NearpolicyError
 from nearpolicy.learner.config import LearnerConfig
 from nearpolicy.learner.step import NOTHING_KNOWN, Annotated, PolicyLearner, TokenStats
 from nearpolicy.models.loading import load_policy
@@ -249,7 +250,7 @@ def test_segments_of_one_rollout_stay_in_one_micro_batch_where_the_loss_needs_it
     assert [sorted(set(p.row_index.tolist())) for p in packed] == [[0, 1], [2]]
     free = list(whole._packed(rows, range(3), False))
     assert [sorted(set(p.row_index.tolist())) for p in free] == [[0], [1], [2]]
-    tokens = whole._tokens(rows, packed[0], whole._score(whole.policy, packed[0]), NOTHING_KNOWN)
+    tokens = whole._tokens(rows, packed[0], whole._score(whole.policy, rows, packed[0]), NOTHING_KNOWN)
     assert tokens.sequences.count == 1
 
 
@@ -257,3 +258,39 @@ def test_nothing_is_annotated_that_nobody_asked_for():
     learner = make(ObjectiveConfig())
     known = learner.known_at_start(near_rows(10))
     assert known == Annotated()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("behavior_logprobs", np.nan), ("behavior_logprobs", -np.inf), ("advantages", np.inf)]
+)
+def test_a_number_that_is_none_is_named_with_its_place_and_never_trained_on(name, value):
+    rows = near_rows(11)
+    array = np.array(rows[5].advantages if name == "advantages" else rows[5].segment.behavior_logprobs)
+    place = int(np.flatnonzero(rows[5].trained)[-1])
+    array[place] = value
+    rows[5] = (
+        replace(rows[5], advantages=array)
+        if name == "advantages"
+        else replace(rows[5], segment=replace(rows[5].segment, behavior_logprobs=array))
+    )
+    learner = make(ObjectiveConfig())
+    before = weights(learner.policy)
+    with pytest.raises(NearpolicyError, match=rf"group 1, sample 1, token {place}: its {name} is"):
+        learner.step(batch_of(rows))
+    assert torch.equal(weights(learner.policy), before)
+
+
+def test_arrays_that_do_not_fit_are_refused_by_name_and_shape():
+    from nearpolicy.objectives.objective import Tokens
+    from nearpolicy.objectives.sequences import Sequences
+
+    three, two = torch.zeros(3), torch.zeros(2)
+    with pytest.raises(ValueError, match=r"3 tokens need arrays of shape \(3,\), but advantages has \(2,\)"):
+        Tokens(
+            logprobs=three,
+            entropies=three,
+            proximal_logprobs=three,
+            behavior_logprobs=three,
+            advantages=two,
+            sequences=Sequences.of_lengths([3]),
+        )

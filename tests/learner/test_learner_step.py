@@ -43,6 +43,7 @@ class GivenLosses:
     skips_zero_advantage = False
     whole_rollouts = True
     entropy_has_gradient = False
+    same_support = False
 
     def __init__(self, loss_agg: str = "token_mean", max_length: int = 10) -> None:
         self.w = torch.nn.Parameter(torch.ones(()))

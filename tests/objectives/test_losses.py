@@ -442,6 +442,18 @@ def test_clip_shares_count_the_tokens_whose_gradient_a_bound_stops(b):
     assert (high == (above & (advantages > 0))).all()
 
 
+def test_a_ratio_just_within_a_bound_is_not_clipped_and_one_just_beyond_is():
+    ratios = torch.tensor([0.799, 0.801, 1.279, 1.281], dtype=torch.float64)
+    for sign, stopped in (
+        (-1.0, ([True, False, False, False], [False] * 4)),
+        (1.0, ([False] * 4, [False] * 3 + [True])),
+    ):
+        low, high = losses.clip_shares(ratios.log(), torch.full((4,), sign), **CLIP)
+        assert (low.tolist(), high.tolist()) == stopped
+    below, above = losses.outside(ratios.log(), **CLIP)
+    assert (below.tolist(), above.tolist()) == ([True, False, False, False], [False, False, False, True])
+
+
 # The known faults, and their kind.
 
 
