@@ -8,13 +8,14 @@ torch or transformers."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, field_validator, model_validator
+from pydantic import Field, PositiveInt, ValidationError, field_validator, model_validator
 
-from nearpolicy.errors import ConfigError, nearest
+from nearpolicy.errors import ConfigError, described, nearest
 from nearpolicy.evaluate.config import EvaluationConfig
 from nearpolicy.generator.config import GeneratorConfig, SamplingConfig
 from nearpolicy.learner.config import CheckpointConfig, LearnerConfig, WarmStartConfig
@@ -22,12 +23,28 @@ from nearpolicy.models.config import ModelConfig
 from nearpolicy.objectives.config import ObjectiveConfig
 from nearpolicy.recipe_keys import explain_unknown_key, other_names
 from nearpolicy.rollout_queue.config import QueueConfig
-from nearpolicy.settings import ConfigModel
-from nearpolicy.store.config import RUN_NAME, RUN_NAME_RULE, StoreConfig
+from nearpolicy.settings import ConfigModel, PathText, Seed
+from nearpolicy.store.config import LONGEST_RUN_NAME, RUN_NAME, RUN_NAME_RULE, StoreConfig
 from nearpolicy.sync.config import SyncConfig
 from nearpolicy.tasks.config import TaskConfig
 from nearpolicy.telemetry.config import TelemetryConfig
 from nearpolicy.verifier.config import VerifierConfig
+from nearpolicy.visible import visible
+
+MOST_SLOTS = 100_000
+MOST_COMPLETIONS = 10_000_000
+LARGEST_WHOLE = 10**9
+"""For every whole number that is no seed."""
+SMALLEST = 1e-30
+"""For every other number that is not 0; its inverse is the largest."""
+LONGEST_RECIPE = 1_000_000
+"""Bytes."""
+MOST_VALUES = 20_000
+"""Values in a recipe, those that an alias repeats counted each time."""
+DEEPEST = 40
+"""Levels of mappings and lists in a recipe."""
+HALF_CHARACTER = re.compile("[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]")
+"""Half of a surrogate pair alone; the two together, as JSON writes them, are one character."""
 
 
 class RunSection(ConfigModel):
@@ -35,9 +52,9 @@ class RunSection(ConfigModel):
 
     name: str = "run"
     """Names the run and its folder; unless set, the file name of the recipe. Letters, digits, `-`, `_`, `+`, `.`."""
-    dir: str | None = None
+    dir: PathText | None = Field(None, min_length=1)
     """The run folder. Left out: `runs/NAME-NUMBER`, with the first free number."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Decides prompts, held-out sets and every sampled token."""
     steps: PositiveInt
     """Steps to train."""
@@ -50,7 +67,7 @@ class RunSection(ConfigModel):
     @field_validator("name")
     @classmethod
     def _names_a_folder(cls, name: str) -> str:
-        if not RUN_NAME.fullmatch(name):
+        if not RUN_NAME.fullmatch(name) or len(name.encode()) > LONGEST_RUN_NAME:
             raise ValueError(f"run.name is {name!r}; {RUN_NAME_RULE}")
         return name
 
@@ -179,8 +196,29 @@ def contradictions(config: RunConfig) -> Iterator[str]:
         )
     if config.run.numerics == "exact" and config.model.dtype != "float32":
         yield f"run.numerics=exact needs model.dtype=float32, found {config.model.dtype}; use run.numerics=fast"
+    if queue.num_slots > MOST_SLOTS or config.completions_per_step > MOST_COMPLETIONS:
+        yield (
+            f"(queue.max_staleness + 1) * queue.prompts_per_step = {queue.num_slots:,} groups at once and "
+            f"sampling.num_generations * queue.prompts_per_step = {config.completions_per_step:,} completions per step "
+            f"are more than the {MOST_SLOTS:,} and {MOST_COMPLETIONS:,} that this program is made for; lower them"
+        )
     yield from _task_contradictions(config)
     yield from _idle_settings(config)
+    yield from _out_of_range(config.model_dump(), ())
+
+
+def _out_of_range(value: Any, path: tuple[Any, ...]) -> Iterator[str]:
+    """Numbers that are a slip of the hand in any setting: products of them would leave the range of numbers."""
+    if isinstance(value, dict):
+        for key, inside in value.items():
+            yield from _out_of_range(inside, (*path, key))
+    elif isinstance(value, list | tuple):
+        for place, inside in enumerate(value):
+            yield from _out_of_range(inside, (*path, place))
+    elif isinstance(value, int) and "seed" not in path and abs(value) > LARGEST_WHOLE:
+        yield f"{'.'.join(map(str, path))} is {_shown(value)}; use at most {LARGEST_WHOLE:,}"
+    elif isinstance(value, float) and value and not SMALLEST <= abs(value) <= 1 / SMALLEST:
+        yield f"{'.'.join(map(str, path))} is {value:g}; use 0 or something between {SMALLEST:g} and {1 / SMALLEST:g}"
 
 
 def _idle_settings(config: RunConfig) -> Iterator[str]:
@@ -222,9 +260,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The recipe in a YAML file with ``section.key=value`` overrides; `ConfigError` names every problem in it."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with path.open("rb") as file:
+            text = file.read(LONGEST_RECIPE + 1).decode("utf-8")
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as a recipe ({getattr(error, 'strerror', None) or error})") from None
+    if len(text) > LONGEST_RECIPE:
+        raise ConfigError(f"{path}: longer than {LONGEST_RECIPE:,} bytes, which no recipe is; name a recipe")
     data = _parse_yaml(text, str(path))
     if data is None:
         data = {}
@@ -242,6 +283,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def config_from_dict(data: dict[str, Any], *, where: str = "config") -> RunConfig:
     """The same checks and messages for settings that come from Python."""
+    _refuse_monsters(data, where)
     return _validated(data, _Origins(where, data))
 
 
@@ -307,13 +349,47 @@ def _parse_yaml(text: str, source: str) -> Any:
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
     try:
-        return _yaml(typ="rt").load(text)
+        data = _yaml(typ="rt").load(text)
     except MarkedYAMLError as error:
         line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
         problem = str(error.problem or error).splitlines()[0].split(" with value")[0]
         raise ConfigError(f"{source}{line}: not valid YAML: {problem}") from None
     except YAMLError as error:
         raise ConfigError(f"{source}: not valid YAML: {str(error).splitlines()[0]}") from None
+    except RecursionError:
+        raise ConfigError(f"{source}: values lie too deep in one another; no setting needs that") from None
+    except Exception as error:  # the parser meets an endless number, or a tag that it makes nothing of
+        raise ConfigError(f"{source}: cannot be read as YAML: {described(error)}") from None
+    _refuse_monsters(data, source)
+    return data
+
+
+def _refuse_monsters(data: Any, source: str) -> None:
+    """`ConfigError` for what no recipe is, before anything walks through it: endless, bottomless, or without a name.
+
+    An alias stands for all that it repeats, and may even hold itself.
+    """
+    waiting, count = [(data, 0)], 0
+    while waiting:
+        node, depth = waiting.pop()
+        count += 1
+        if depth > DEEPEST:
+            raise ConfigError(f"{source}: values lie more than {DEEPEST} deep in one another; no setting needs that")
+        if count > MOST_VALUES:
+            raise ConfigError(f"{source}: more than {MOST_VALUES:,} values, each alias counted with all it repeats")
+        if isinstance(node, dict):
+            for key in node:
+                if not isinstance(key, str | int | float | None):
+                    raise ConfigError(f"{source}: a key is a word, found {_shown(key)}")
+            waiting += [(inside, depth + 1) for inside in (*node, *node.values())]
+        elif isinstance(node, list | tuple):
+            waiting += [(inside, depth + 1) for inside in node]
+        elif isinstance(node, str) and (half := HALF_CHARACTER.search(node)):
+            raise ConfigError(f"{source}: {_shown(node)} holds \\u{ord(half[0]):x}, half of a character; fix it")
+        elif isinstance(node, int) and node.bit_length() > 256:
+            raise ConfigError(
+                f"{source}: a whole number of {node.bit_length() * 0.301:.0f} digits; no setting needs that"
+            )
 
 
 def _plain(node: Any) -> Any:
@@ -343,7 +419,7 @@ def _apply_override(data: dict[str, Any], override: str, origins: _Origins) -> N
     for depth, part in enumerate(path):
         last = depth == len(path) - 1
         if isinstance(node, list):
-            if not part.isdecimal() or int(part) >= len(node):
+            if not part.isdecimal() or len(part) > 5 or int(part) >= len(node):
                 before = ".".join(map(str, path[:depth]))
                 raise ConfigError(f"override {override}: {before} has the entries 0 to {len(node) - 1}, found `{part}`")
             path[depth] = part = int(part)
@@ -399,7 +475,7 @@ def _messages(problem: Any, data: dict[str, Any], origins: _Origins) -> Iterator
         yield f"{origins.place((*path, 'kind'))}: {name}.kind is {_shown(problem['ctx']['tag'])}; {hint}"
     elif kind == "value_error":
         for sentence in str(problem["ctx"]["error"]).splitlines():
-            prefix = f"{name}: " if name.startswith("tasks") else ""
+            prefix = "" if name in sentence else f"{name} " if sentence.startswith(("is ", "holds ")) else f"{name}: "
             yield f"{origins.place(path)}: {prefix}{sentence}"
     else:
         wanted = _WANTED.get(kind) or _lower_first(problem["msg"])
@@ -430,7 +506,7 @@ def _leaves_of_unknown(path: tuple[Any, ...], value: Any) -> Iterator[tuple[Any,
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value, default=str, ensure_ascii=False)
+    text = visible(json.dumps(value, default=str, ensure_ascii=False))
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -3,7 +3,7 @@
 A *failure* is data: a completion that could not be made, a verdict that could not be reached. It travels in a record
 (``Verdict.reason``, ``Group.failure``), is counted, and costs at most its group. An *error* ends the run. Every error a
 person can cause and repair derives from `UserError`: the command line prints its message without a traceback and exits
-with status 2.
+with status 2. A `StandstillError` is printed alike, with status 3.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ class RolloutsError(UserError):
     """Group after group fails, so that nothing will ever be trained; the message names the last reason."""
 
 
+class VerifierError(UserError):
+    """A reward that never gives an answer, so that nothing can be judged; the message names it and the last reason."""
+
+
 class StalenessError(NearpolicyError):
     """A broken staleness invariant; it names the group and the versions."""
 
@@ -58,6 +62,16 @@ def first_error(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def described(error: BaseException, limit: int = 300) -> str:
+    """Kind and text of any exception on one line; the text is foreign code's too, and may raise or be endless."""
+    try:
+        text = " ".join(str(error)[: 20 * limit].split())
+    except Exception:
+        text = "its text cannot be had"
+    text = text if len(text) <= limit else text[: limit - 3] + "..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def nearest(word: str, known: list[str]) -> str | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 
 class ConfigModel(BaseModel):
@@ -24,3 +25,25 @@ def _compiles(pattern: str) -> str:
 
 RegularExpression = Annotated[str, AfterValidator(_compiles)]
 """Text that Python's `re` accepts."""
+
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
+"""What random numbers depend on; no larger than the store can hold."""
+
+Seconds = Annotated[float, Field(ge=0.001, le=1e6)]
+"""A limit on time: from a millisecond, below which no clock here is true, to eleven days."""
+
+
+def _can_be_a_path(path: str) -> str:
+    try:
+        parts = [len(os.fsencode(part)) for part in path.split("/")]
+    except UnicodeEncodeError:
+        raise ValueError("holds half of a character, which no path can; write it again") from None
+    if "\0" in path:
+        raise ValueError(f"is {path!r}; no path can hold the character NUL")
+    if max(parts) > 255 or sum(parts) > 4000:
+        raise ValueError(f"is a path of {sum(parts)} bytes with a name of {max(parts)}; no file can be called so")
+    return path
+
+
+PathText = Annotated[str, AfterValidator(_can_be_a_path)]
+"""Text that a file system takes for a path."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -310,3 +311,101 @@ def test_config_loads_neither_torch_nor_transformers_and_the_package_nothing_hea
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[] []"
+
+
+# Text that no recipe is, and numbers that are a slip of the hand
+
+
+BOMB = "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(9))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("run: {steps: " + "9" * 5000 + "}\n", "cannot be read as YAML: ValueError: Exceeds the limit"),
+        ("run: {steps: 1" + "0" * 100 + "}\n", "a whole number of 100 digits"),
+        ("? [a]\n: 3\n", 'a key is a word, found ["a"]'),
+        ("2024-01-01: 3\n", "a key is a word"),
+        ("a: " + "[" * 3000 + "]" * 3000, "too deep in one another"),
+        ("a: " + "[" * 41 + "]" * 41, "more than 40 deep in one another"),
+        (
+            "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(9)),
+            "20,000 values",
+        ),
+        ('a: "\\ud800"\n', "half of a character"),
+        ("# " + "x" * 1_000_001, "which no recipe is"),
+    ],
+)
+def test_text_that_no_recipe_is_is_refused_at_once(load, text, says):
+    message = refusal(load, base=text)
+    assert "demo.yaml" in message and says in message
+
+
+def test_settings_from_python_are_looked_at_alike():
+    endless: list = []
+    endless.append(endless)
+    for value in (endless, 10**1000, "\ud800"):
+        with pytest.raises(ConfigError, match=r"^Trainer: "):
+            config_from_dict({"run": {"steps": value}}, where="Trainer")
+
+
+def test_a_character_that_json_writes_in_two_halves_is_one(load):
+    assert load("", r'sampling.stop=["\ud83d\ude00"]').sampling.stop == ["\U0001f600"]
+
+
+def test_what_is_no_file_is_no_recipe(tmp_path):
+    for path in (Path("/dev/zero"), tmp_path, tmp_path / ("x" * 300), tmp_path / "absent.yaml"):
+        with pytest.raises(ConfigError, match=re.escape(str(path))):
+            load_recipe(path)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run.seed=9223372036854775808",
+        "run.steps=10000000000",
+        "model.seed=100000000000000000000",
+        "tasks.0.source.seed=9223372036854775808",
+        "tasks.0.source.size=100000000000",
+        "tasks.0.held_out=10000000000",
+        "tasks.0.weight=1e-300",
+        "tasks.0.rewards.0.weight=1e300",
+        "sampling.num_generations=10000000000",
+        "sampling.temperature=1e-30",
+        "sampling.temperature=1e30",
+        "sampling.top_p=1e-320",
+        "sampling.top_k=1",
+        "generator.kv_memory_mb=1e308",
+        "generator.threads=100000000000000000000",
+        "queue.prompts_per_step=1000000",
+        "queue.max_staleness=100000",
+        "queue.rollout_timeout_s=1e-320",
+        "queue.rollout_timeout_s=1e308",
+        "queue.rollout_retries=1000",
+        "learner.warmup_steps=10000000000",
+        "learner.eps=1e-320",
+        "learner.max_grad_norm=1e308",
+        "objective.clip_high=1e308",
+        "sync.timeout_s=1e-320",
+        "evaluation.temperature=1e-320",
+        "evaluation.pass_temperature=1e308",
+        "evaluation.prompts=10000000000",
+        "verifier.timeout_s=1e-320",
+        "verifier.workers=100000",
+        "verifier.retries=1000",
+        'run.dir="\\0"',
+        f"run.dir={'a' * 300}",
+        "run.dir=" + "/".join(["a" * 200] * 30),
+        f"run.name={'a' * 300}",
+        'tasks.0.source={kind: jsonl, path: "a\\0b"}',
+        'model.tokenizer="\\0"',
+    ],
+)
+def test_numbers_and_names_that_nothing_can_have_are_refused_with_their_key(load, override):
+    key = override.partition("=")[0]
+    assert key in refusal(load, "", override).removeprefix(f"override {override}")
+
+
+def test_a_batch_larger_than_the_program_is_made_for_is_refused(load):
+    message = refusal(load, "", "queue.prompts_per_step=100000", "queue.max_staleness=9")
+    assert "(queue.max_staleness + 1) * queue.prompts_per_step = 1,000,000 groups at once" in message

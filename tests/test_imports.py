@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "nearpolicy"
-BASE = frozenset({"errors", "records", "roles", "settings", "machine"})
+BASE = frozenset({"errors", "records", "roles", "settings", "machine", "visible", "bounded"})
 
 ARROWS: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "records": frozenset(),
     "machine": frozenset(),
     "settings": frozenset(),
+    "visible": frozenset(),
+    "bounded": frozenset({"errors", "machine"}),
     "roles": frozenset({"records"}),
     "recipe_keys": frozenset({"errors"}),
     # What roles are made of.
@@ -36,7 +38,7 @@ ARROWS: dict[str, frozenset[str]] = {
     # The loop and what stands around it.
     "pipeline": frozenset({"records", "roles", "telemetry.batch"}),
     "evaluate": BASE | {"store.schema"},
-    "config": frozenset({"errors", "settings", "recipe_keys", "config"}),  # and every */config.py, below
+    "config": frozenset({"errors", "settings", "recipe_keys", "visible", "config"}),  # and every */config.py, below
     "launch": frozenset({"everything"}),
 }
 """A folder or module of the package -> what it may import besides itself: a unit as a whole, or one module of it."""

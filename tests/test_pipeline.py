@@ -353,7 +353,7 @@ def test_a_run_whose_groups_all_fail_ends_with_their_reason():
 
     [error] = asyncio.run(scenario()).exceptions
     assert isinstance(error, RolloutsError)
-    assert str(error) == "12 groups in a row failed, the last because: verifier crashed"
+    assert str(error) == "6 groups in a row failed, the last because: verifier crashed"
 
 
 @pytest.mark.parametrize("ending", ["the data ends", "somebody stops the run"])

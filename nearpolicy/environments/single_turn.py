@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from nearpolicy.errors import ConfigError, EngineError, NearpolicyError
+from nearpolicy.errors import ConfigError, EngineError, NearpolicyError, described
 from nearpolicy.records import Admission, Finish, Group, Prompt, Rollout, Verdict
 from nearpolicy.roles import Completion, Environment, Generator, Request, Sampling, Verifier
 
@@ -193,7 +193,7 @@ class Bounded:
                 notes = getattr(error.__cause__, "__notes__", [])
                 reason = ": ".join([_out_of_time(self._timeout_s), *notes])
             else:
-                reason = f"the environment raised {type(cause).__name__}: {cause}"
+                reason = f"the environment raised {described(cause)}"
         return Group(admission=admission, failure=reason)
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AliasChoices, Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import AliasChoices, Field, NonNegativeInt, PositiveInt, field_validator
 
 from nearpolicy.settings import ConfigModel
+
+COLDEST = 0.001
+"""Smallest temperature that is not 0."""
 
 
 class SamplingConfig(ConfigModel):
@@ -21,9 +24,9 @@ class SamplingConfig(ConfigModel):
     max_prompt_length: PositiveInt = 512
     """Longest prompt in tokens, counted as the engine sees it: with the chat template, the system message and the begin
     token. What happens to longer ones is `tasks.N.on_overlong`."""
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(1.0, ge=0, le=100)
     """Divides the logits, in the engine and in the learner. 0 is refused: groups of equal completions teach nothing."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(1.0, ge=0.001, le=1)
     """Keep the smallest set of tokens with at least this probability; 1 keeps all."""
     top_k: NonNegativeInt = 0
     """Keep this many of the most likely tokens; 0 keeps all."""
@@ -45,7 +48,22 @@ class SamplingConfig(ConfigModel):
                 "sampling.temperature is 0: all completions of a prompt would be the same, so no group could have an "
                 "advantage and log-probabilities would be undefined; use 1.0 (evaluation.temperature may be 0)"
             )
+        if temperature < COLDEST:
+            raise ValueError(
+                f"sampling.temperature is {temperature:g}: logits divided by it leave the range of numbers; use at "
+                f"least {COLDEST:g}"
+            )
         return temperature
+
+    @field_validator("top_k")
+    @classmethod
+    def _training_needs_a_choice(cls, top_k: int) -> int:
+        if top_k == 1:
+            raise ValueError(
+                "sampling.top_k is 1: all completions of a prompt would be the same, so no group could have an "
+                "advantage; use 0 to keep all tokens, or a larger number"
+            )
+        return top_k
 
 
 class GeneratorConfig(ConfigModel):
@@ -57,7 +75,7 @@ class GeneratorConfig(ConfigModel):
     under the new weights, and they go on; every token keeps the version that sampled it."""
     max_running: PositiveInt = 64
     """Sequences decoded at once."""
-    kv_memory_mb: PositiveFloat | None = None
+    kv_memory_mb: float | None = Field(None, gt=0, le=1e9)
     """Bound on the memory for keys and values. Left out: enough for `max_running` sequences of full length."""
     prefill_chunk: PositiveInt = 512
     """Prompt tokens computed in one forward pass beside the running sequences."""

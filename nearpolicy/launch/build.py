@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +19,7 @@ from nearpolicy.errors import ConfigError, ModelError
 from nearpolicy.evaluate.evaluator import Evaluator, HeldOut
 from nearpolicy.generator.engine import Engine, EngineLimits
 from nearpolicy.generator.runner import EngineRunner
+from nearpolicy.launch.check import load_data
 from nearpolicy.launch.inline import LearnerInThread, RoleThread
 from nearpolicy.launch.sizes import longest_sequence, role_threads
 from nearpolicy.learner.step import PolicyLearner
@@ -31,8 +31,7 @@ from nearpolicy.models.policy import PolicyModel
 from nearpolicy.models.tokenizer import Renderer, generation_stop_ids, load_tokenizer
 from nearpolicy.objectives.objective import Objective
 from nearpolicy.roles import Generator, Sampling, Verifier
-from nearpolicy.tasks.mixture import Mixture, load_mixture
-from nearpolicy.verifier.functions import required_columns
+from nearpolicy.tasks.mixture import Mixture
 
 OnEvent = Callable[..., None]
 Functions = dict[str, Callable[..., object]]
@@ -54,13 +53,7 @@ class Language:
         folder = folder or resolve(config.model.path, config.model.init, config.model.seed)
         tokenizer = load_tokenizer(config.model.tokenizer or str(folder))
         renderer = Renderer(tokenizer, stop_token_ids=generation_stop_ids(folder))
-        mixture = load_mixture(
-            config.tasks,
-            seed=config.run.seed,
-            renderer=renderer,
-            max_prompt_length=config.sampling.max_prompt_length,
-            reward_columns=partial(required_columns, at_hand=functions or {}),
-        )
+        mixture = load_data(config, functions, renderer)
         wanted = config.sampling
         sampling = Sampling(
             temperature=wanted.temperature,

@@ -45,7 +45,7 @@ def command(
     if problems:
         raise ConfigError("\n".join(problems))
     renderer = _renderer(config) if data else None
-    mixture = load_data(config, renderer=renderer) if data else None
+    mixture = load_data(config, renderer=renderer, every_row=True) if data else None
     sections = [
         ("run", _run(config)),
         ("rewards", _rewards(config, functions)),
@@ -67,7 +67,7 @@ def refuse(config: RunConfig, *, makes_run: bool) -> ModelShape | None:
     ``makes_run``: whether `run.dir` will be taken (the recipe of a finished run names its own folder). Returns the
     model's shape, or None if it lies on a hub and has not been fetched.
     """
-    from nearpolicy.launch.sizes import model_shape, reference_shape
+    from nearpolicy.launch.sizes import memory_refusal, model_shape, reference_shape
     from nearpolicy.store.folder import refuse_unusable
     from nearpolicy.tasks.sources import check_exists
 
@@ -80,6 +80,8 @@ def refuse(config: RunConfig, *, makes_run: bool) -> ModelShape | None:
         problems += _model_problems(config, shape)
         try:
             reference_shape(config, shape)
+            if (too_large := memory_refusal(config, shape, trains=makes_run)) is not None:
+                problems.append(too_large)
         except UserError as error:
             problems.append(str(error))
     looks = [partial(check_exists, task.source) for task in config.tasks]
@@ -96,30 +98,39 @@ def refuse(config: RunConfig, *, makes_run: bool) -> ModelShape | None:
 
 
 def load_data(
-    config: RunConfig, functions: Mapping[str, Callable[..., Any]] | None = None, renderer: Renderer | None = None
+    config: RunConfig,
+    functions: Mapping[str, Callable[..., Any]] | None = None,
+    renderer: Renderer | None = None,
+    *,
+    every_row: bool = False,
 ) -> Mixture:
     """Every row of every task as the run would see it; `DataError` speaks for all tasks together.
 
     ``functions``: user rewards at hand, by the path a reward names them with. ``renderer``: the recipe's, if loaded.
+    ``every_row``: also where looking at a row is slow and they are very many (`reading.unfit`).
     """
+    from nearpolicy.tasks.check import Reads
     from nearpolicy.tasks.mixture import load_mixture
     from nearpolicy.verifier.functions import required_columns
+    from nearpolicy.verifier.reading import unfit
 
     return load_mixture(
         config.tasks,
         seed=config.run.seed,
         renderer=renderer or _renderer(config),
         max_prompt_length=config.sampling.max_prompt_length,
-        reward_columns=partial(required_columns, at_hand=functions or {}),
+        reads=Reads(partial(required_columns, at_hand=functions or {}), partial(unfit, every_row=every_row)),
     )
 
 
 def _renderer(config: RunConfig) -> Renderer:
+    from nearpolicy.models.random_models import known_options
     from nearpolicy.models.tokenizer import Renderer, load_tokenizer
 
     if config.model.tokenizer is not None:
         return Renderer(load_tokenizer(config.model.tokenizer))
     if config.model.family is not None:
+        known_options(config.model.family, config.model.init)
         return Renderer(load_tokenizer("bytes"))
     from nearpolicy.models.loading import resolve
 
@@ -289,8 +300,10 @@ def _print_section(title: str, lines: Iterable[tuple[str, str]]) -> None:
     from rich.console import Console
     from rich.text import Text
 
+    from nearpolicy.visible import visible
+
     console, lines = Console(highlight=False, soft_wrap=True), list(lines)
     if lines:
         console.print(Text(title, style="bold"))
     for label, value in lines:
-        console.print(Text.assemble((f"  {label:<24}", "dim"), value))
+        console.print(Text.assemble((f"  {label:<24}", "dim"), visible(value)))

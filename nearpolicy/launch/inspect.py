@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -26,6 +25,7 @@ from nearpolicy.launch.words import count, expected_answer
 from nearpolicy.records import Finish, Outcome, Row, Segment, Verdict
 from nearpolicy.store.reader import RunReader, StoredRollout
 from nearpolicy.store.schema import EvaluatedSample, prompt_text
+from nearpolicy.visible import visible
 
 
 def command(
@@ -144,7 +144,7 @@ def _overview(run: RunReader) -> Text:
     ledger = run.ledger()
     total = sum(ledger.values())
     fates = ", ".join(f"{fate.value} {tokens:,}" for fate, tokens in sorted(ledger.items(), key=lambda kv: -kv[1]))
-    head = Text(f"{run.name}\n", style="bold")
+    head = Text(f"{visible(run.name)}\n", style="bold")
     head.append(f"{count(len(run.steps()), 'step')}, {count(total, 'sampled token')}\n", style="not bold")
     return head.append(f"fates: {fates or 'none yet'}", style="not bold dim")
 
@@ -173,7 +173,7 @@ def _verdict_table(item: StoredRollout) -> Table:
     for source, verdict in item.verdicts.items():
         style = {Outcome.SCORED: "green", Outcome.FAILED: "red"}.get(verdict.outcome, "yellow")
         value = "" if verdict.value is None else f"{verdict.value:g}"
-        table.add_row(Text(source), Text(verdict.outcome.value, style), Text(value), Text(_remarks(verdict)))
+        table.add_row(Text(visible(source)), Text(verdict.outcome.value, style), Text(value), Text(_remarks(verdict)))
     return table
 
 
@@ -244,10 +244,3 @@ def runs(values: Sequence[int]) -> str:
 
 def _runs(values: Sequence[int]) -> Iterator[str]:
     return (f"{value}×{len(list(same))}" for value, same in groupby(values))
-
-
-def visible(text: str) -> str:
-    """Text that a terminal can take: control characters (escape sequences among them) and surrogates as escapes."""
-    return re.sub(
-        r"[^\n\t\x20-\x7e\xa0-\ud7ff\ue000-\U0010ffff]", lambda m: m[0].encode("unicode_escape").decode(), text
-    )

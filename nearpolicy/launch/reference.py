@@ -92,6 +92,10 @@ def _type(annotation: Any) -> str:
     return {int: "integer", float: "number", str: "text", bool: "`true` or `false`"}.get(annotation, "any")
 
 
+FAR_BOUND = 1000
+"""Bounds from here on only catch a slip of the hand; the page leaves them out."""
+
+
 def _limits(constraint: Any) -> Iterator[str]:
     if isinstance(constraint, FieldInfo):
         for part in constraint.metadata:
@@ -102,8 +106,8 @@ def _limits(constraint: Any) -> Iterator[str]:
         (annotated_types.Lt, "lt", "<"),
         (annotated_types.Le, "le", "<="),
     ):
-        if isinstance(constraint, kind):
-            yield f"{sign} {getattr(constraint, name)}"
+        if isinstance(constraint, kind) and abs(bound := getattr(constraint, name)) < FAR_BOUND:
+            yield f"{sign} {bound}"
 
 
 def _default(field: FieldInfo) -> str:

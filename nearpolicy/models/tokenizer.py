@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nearpolicy.errors import ModelError
+from nearpolicy.errors import ModelError, described
 from nearpolicy.records import Prompt
 
 if TYPE_CHECKING:
@@ -100,10 +100,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
     try:
         return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # broken files make the libraries behind it raise all kinds
         raise ModelError(
-            f"no tokenizer at {path}: {reason}; set model.tokenizer to a folder, a hub id or `bytes`"
+            f"no tokenizer at {path}: {described(error)}; set model.tokenizer to a folder, a hub id or `bytes`"
         ) from None
 
 
@@ -113,9 +112,20 @@ def generation_stop_ids(folder: str | Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         file = Path(folder) / name
         if file.is_file():
-            ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-            found += ids if isinstance(ids, list) else [] if ids is None else [ids]
+            found += _end_tokens(file)
     return tuple(dict.fromkeys(found))
+
+
+def _end_tokens(file: Path) -> list[int]:
+    try:
+        ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    except Exception as error:  # no JSON, no object, no UTF-8
+        raise ModelError(f"{file}: cannot be read: {described(error)}; mend the model folder") from None
+    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    for id in ids:
+        if not isinstance(id, int) or isinstance(id, bool) or id < 0:
+            raise ModelError(f"{file}: eos_token_id is {id!r}, which is no token id; mend the model folder")
+    return ids
 
 
 def byte_tokenizer() -> PreTrainedTokenizerBase:

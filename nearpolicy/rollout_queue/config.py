@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
-from nearpolicy.settings import ConfigModel
+from nearpolicy.settings import ConfigModel, Seconds
+
+HOPELESS_ROUNDS = 3
+LEAST_HOPELESS = 6
+
+
+def hopeless_after(num_slots: int, *, has_worked: bool) -> int:
+    """Failed groups in a row after which a run ends: whatever fails them will fail the next ones.
+
+    One round of all slots if no group has ever succeeded; several rounds once one has, since what worked before may
+    only be disturbed; but never fewer groups than chance may fail.
+    """
+    return max(LEAST_HOPELESS, num_slots * (HOPELESS_ROUNDS if has_worked else 1))
+
+
+def _longer_than_hopeless(others: Mapping[str, Any]) -> float:
+    """Time for so many groups to fail one after the other, and half a group more: the reason comes first."""
+    num_slots = (others["max_staleness"] + 1) * others["prompts_per_step"]
+    rounds = math.ceil(hopeless_after(num_slots, has_worked=True) / num_slots)
+    return (rounds + 0.5) * longest_rollout_s(others["rollout_timeout_s"], others["rollout_retries"])
 
 
 class QueueConfig(ConfigModel):
     """Section `queue`: groups between generation and training."""
 
-    prompts_per_step: PositiveInt = 8
+    prompts_per_step: int = Field(8, ge=1, le=100_000)
     """Groups consumed by one step (which makes `learner.num_iterations` x `learner.minibatches` updates)."""
-    max_staleness: NonNegativeInt = 1
+    max_staleness: int = Field(1, ge=0, le=10_000)
     """Bound on the age of a group when it is consumed: steps completed since the oldest weights among its tokens.
     0 is synchronous training."""
     order: Literal["admission", "ready"] = "admission"
@@ -34,16 +55,15 @@ class QueueConfig(ConfigModel):
     )
     """With `dynamic_sampling`: the groups of a step are sought among this many times `prompts_per_step` prompts. If
     they do not suffice the run saves its state and stops. 10 unless set."""
-    rollout_timeout_s: PositiveFloat = 600.0
+    rollout_timeout_s: Seconds = 600.0
     """Bound on one attempt at a prompt, generation and verification together."""
-    rollout_retries: NonNegativeInt = 1
+    rollout_retries: int = Field(1, ge=0, le=100)
     """Further attempts, with the same random numbers, before a prompt is given up as failed."""
-    stall_timeout_s: PositiveFloat = Field(
-        default_factory=lambda others: 1.5 * longest_rollout_s(others["rollout_timeout_s"], others["rollout_retries"])
-    )
+    stall_timeout_s: float = Field(default_factory=_longer_than_hopeless, gt=0, le=1e9)
     """Bound on the learner's wait for a batch; when it is passed the run stops and says who waited for whom. Left out:
-    1.5 times what one prompt may take with its retries, `rollout_timeout_s * (1 + rollout_retries)`. Less than that
-    product is refused."""
+    3.5 times what one prompt may take with its retries, `rollout_timeout_s * (1 + rollout_retries)` (more with fewer
+    than two slots), so that a run in which everything fails ends with the reason of the failures before that. Less than
+    the product is refused."""
 
     @model_validator(mode="after")
     def _a_slow_prompt_is_no_standstill(self) -> Self:

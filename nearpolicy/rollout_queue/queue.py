@@ -17,10 +17,8 @@ from collections.abc import Callable, Sequence
 from nearpolicy.errors import RolloutsError, StandstillError
 from nearpolicy.records import Admission, Fate, Group
 from nearpolicy.roles import PromptSource, RunStore, Slot
+from nearpolicy.rollout_queue.config import hopeless_after
 from nearpolicy.rollout_queue.ledger import Ledger, State
-
-HOPELESS = 3
-"""Failed groups in a row, counted in slots, after which the run ends: whatever fails them will fail the next ones."""
 
 ENDED = "the run ended before a step used it"
 
@@ -68,6 +66,8 @@ class StalenessBoundedQueue:
         self.num_failed = 0
         """Groups that failed since the start of the run."""
         self._failed_in_a_row = 0
+        self._has_worked = False
+        """Whether any group of the run has been judged."""
         self._last_failure = ""
         self.num_expired = 0
         """Groups that were beyond the bound before they could be consumed."""
@@ -103,14 +103,14 @@ class StalenessBoundedQueue:
             self._store.discarded(group, Fate.FAILED, group.failure)
             self._emit("fail", admission=index, reason=group.failure)
         elif (reason := self._left_out(group)) is not None:
-            self._failed_in_a_row = 0
+            self._failed_in_a_row, self._has_worked = 0, True
             self._ledger.drop(index)
             self.num_filtered += 1
             self._reasons[index] = reason
             self._store.discarded(group, Fate.FILTERED, reason)
             self._emit("filter", admission=index, reason=reason)
         else:
-            self._failed_in_a_row = 0
+            self._failed_in_a_row, self._has_worked = 0, True
             self._ledger.ready(index, group.oldest_version)
             self._groups[index] = group
             self._store.filled(group)
@@ -215,7 +215,7 @@ class StalenessBoundedQueue:
 
     @property
     def _is_hopeless(self) -> bool:
-        return self._failed_in_a_row >= HOPELESS * self._ledger.num_slots
+        return self._failed_in_a_row >= hopeless_after(self._ledger.num_slots, has_worked=self._has_worked)
 
     @property
     def _nothing_follows(self) -> bool:

@@ -8,7 +8,8 @@ from typing import Literal
 from nearpolicy.settings import ConfigModel
 
 RUN_NAME = re.compile(r"[\w+-][\w.+-]*")
-RUN_NAME_RULE = "use letters, digits, '-', '_', '+', '.', not '.' first (it names a folder)"
+LONGEST_RUN_NAME = 200
+RUN_NAME_RULE = f"use letters, digits, '-', '_', '+', '.', not '.' first, {LONGEST_RUN_NAME} bytes (it names a folder)"
 """What a run may be called."""
 
 

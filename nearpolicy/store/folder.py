@@ -15,10 +15,12 @@ heavy starts: if it cannot be written, or if a run has ever lived in it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +105,10 @@ def create_run_folder(name: str, *, directory: str | Path | None = None, parent:
 def refuse_unusable(directory: str | Path, *, may_hold_run: bool = False) -> None:
     """Raise `RunFolderError` if a run could not live in ``directory``. Creates nothing, so that `check` can ask."""
     path = Path(directory)
-    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+    try:
+        existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+    except (OSError, ValueError) as error:  # a name that the file system cannot have
+        raise RunFolderError(f"{str(path)[:80]!r} cannot be a run folder: {error}. Choose another run.dir") from None
     if not existing.is_dir():
         raise RunFolderError(f"{path} cannot be a run folder: {existing} is a file. Choose another run.dir")
     if not os.access(existing, os.W_OK | os.X_OK):
@@ -111,6 +116,16 @@ def refuse_unusable(directory: str | Path, *, may_hold_run: bool = False) -> Non
     found = next((trace for trace in _TRACES if (path / trace).exists()), None)
     if found is not None and not may_hold_run:
         raise RunFolderError(f"{path} already holds a run (it has {found}). Choose another run.dir")
+
+
+def remove_run(folder: RunFolder, *, made: bool) -> None:
+    """Take back the beginning of a run: the folder if the run has ``made`` it, else only what a run writes there."""
+    if made:
+        shutil.rmtree(folder.path, ignore_errors=True)
+        return
+    for path in (*folder.path.glob("store.*"), folder.config, folder.metrics, folder.report, folder.summary):
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _next_numbered(parent: Path, name: str) -> Path:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nearpolicy.errors import RunFolderError
+from nearpolicy.errors import RunFolderError, described
 from nearpolicy.records import (
     Admission,
     Batch,
@@ -91,8 +91,10 @@ class RunReader:
     def __enter__(self) -> RunReader:
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close()
+        if isinstance(error, sqlite3.DatabaseError):
+            raise RunFolderError(f"{self.folder.store} is damaged: {error}; fetch a copy of the run folder") from error
 
     # The run as a whole.
 
@@ -122,7 +124,10 @@ class RunReader:
         """What ``summary.json`` says, or None while the run goes on."""
         if not self.folder.summary.exists():
             return None
-        return json.loads(self.folder.summary.read_text(encoding="utf-8"))
+        try:
+            return json.loads(self.folder.summary.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise RunFolderError(f"{self.folder.summary} cannot be read: {error}; remove it") from None
 
     def metrics(self) -> list[dict[str, Any]]:
         """One dict per step, in order: its lines merged, later ones over earlier ones (a resume repeats steps).
@@ -132,8 +137,9 @@ class RunReader:
         if not self.folder.metrics.exists():
             return []
         merged: dict[int, dict[str, Any]] = defaultdict(dict)
-        for line in self.folder.metrics.read_bytes().split(b"\n")[:-1]:  # the last piece is empty or being written
-            entry = json.loads(line)
+        lines = self.folder.metrics.read_bytes().split(b"\n")[:-1]  # the last piece is empty or being written
+        for number, line in enumerate(lines, start=1):
+            entry = _metrics_entry(line, f"{self.folder.metrics} line {number}")
             known = merged[entry["step"]]
             bad = {name: word for name, word in known.get("not_finite", {}).items() if name not in entry}
             known |= entry
@@ -151,7 +157,7 @@ class RunReader:
     # Prompts, groups, rollouts.
 
     def admission(self, index: int) -> Admission:
-        row = self._db.execute("SELECT * FROM admissions WHERE admission = ?", (index,)).fetchone()
+        row = self._db.execute("SELECT * FROM admissions WHERE admission = ?", (_bindable(index),)).fetchone()
         if row is None:
             raise KeyError(f"{self.folder.path} has no admission {index}")
         return _admission(row)
@@ -169,7 +175,7 @@ class RunReader:
         row = self._db.execute(
             "SELECT attempt, version, failure FROM groups WHERE admission = ? AND attempt = coalesce(?, attempt) "
             "ORDER BY attempt DESC",
-            (index, attempt),
+            (_bindable(index), _bindable(attempt)),
         ).fetchone()
         if row is None:
             raise KeyError(f"{self.folder.path} has no filled group {index}")
@@ -198,7 +204,7 @@ class RunReader:
             "SELECT admission, attempt, sample FROM rollouts NATURAL LEFT JOIN consumption "
             "WHERE (?1 IS NULL OR step = ?1) AND (?2 IS NULL OR admission = ?2) AND (?3 IS NULL OR sample = ?3) "
             "ORDER BY admission, attempt, sample LIMIT coalesce(?4, -1)",
-            (step, group, sample, limit),
+            tuple(map(_bindable, (step, group, sample, limit))),
         ).fetchall()
         return (self._stored_rollout(*key) for key in keys)
 
@@ -257,12 +263,12 @@ class RunReader:
     def consumption(self, step: int | None = None) -> list[Consumed]:
         """Which groups were used up, in that order; by one step or by all."""
         query = "SELECT step, place, admission, attempt FROM consumption WHERE ?1 IS NULL OR step = ?1 ORDER BY ordinal"
-        rows = self._db.execute(query, (step,))
+        rows = self._db.execute(query, (_bindable(step),))
         return [Consumed(step=s, place=p, admission=a, attempt=t) for s, p, a, t in rows]
 
     def batch(self, step: int) -> Batch:
         """The batch of a step as the learner saw it: same groups, same rows, same order, same bits."""
-        found = self._db.execute("SELECT places FROM steps WHERE step = ?", (step,)).fetchone()
+        found = self._db.execute("SELECT places FROM steps WHERE step = ?", (_bindable(step),)).fetchone()
         if found is None:
             raise KeyError(f"{self.folder.path} has no step {step}")
         groups = [self.group(c.admission, c.attempt) for c in self.consumption(step) if c.place is not None]
@@ -296,7 +302,7 @@ class RunReader:
         rows = self._db.execute(
             "SELECT * FROM evaluations WHERE (?1 IS NULL OR task = ?1) AND (?2 IS NULL OR version = ?2) "
             "ORDER BY lineage, version, task, mode, row, sample",
-            (None if task is None else encode_text(task), version),
+            (None if task is None else encode_text(task), _bindable(version)),
         )
         return [
             EvaluatedSample(
@@ -316,6 +322,22 @@ class RunReader:
             )
             for row in rows
         ]
+
+
+def _metrics_entry(line: bytes, where: str) -> dict[str, Any]:
+    """A line as `MetricsWriter` writes it; a disk or an editor may have made another one of it."""
+    try:
+        entry = json.loads(line)
+        if not isinstance(entry["step"], int) or not isinstance(entry.get("not_finite", {}), dict):
+            raise TypeError("step or not_finite is not what it should be")
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise RunFolderError(f"{where} is not a line of metrics ({described(error, 100)}); remove that line") from None
+    return entry
+
+
+def _bindable(number: int | None) -> int | None:
+    """A number that SQLite can compare with; beyond what it can hold there is none it could find."""
+    return None if number is None else max(-(2**63), min(2**63 - 1, number))
 
 
 def check_store(folder: RunFolder) -> sqlite3.Connection:

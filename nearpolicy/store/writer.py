@@ -8,6 +8,7 @@ Promises
 - An error in the writer's thread is raised by the next call, whoever makes it. Calls before the failed one are
   committed, it and those after it are not.
 - A second writer of the same folder, in this or another process, is refused. The lock dies with its process.
+- A folder that is removed or replaced while it is written ends the run: what went into it since can be read by nobody.
 - I2 is checked before a commit: each attempt at an admission ends once, and a rollout's fates add up to its tokens.
 
     call -> bounded queue -> thread: BEGIN, (SAVEPOINT, apply, RELEASE) per call, COMMIT
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import queue
 import sqlite3
 import threading
@@ -51,6 +53,7 @@ class SqliteStore:
         """Wall time of the run's time zero, stored once; see `nearpolicy.telemetry.events.Recorder`."""
         self._db = connection
         self._lock = lock
+        self._identity = _identity(folder.store)
         self._stall_s = stall_s
         self._calls: queue.Queue[Callable[[], None] | threading.Event | None] = queue.Queue(maxsize=max_pending)
         self._error: BaseException | None = None
@@ -86,8 +89,11 @@ class SqliteStore:
             connection.executemany("INSERT INTO run VALUES (?, ?)", [(k, encode_json(v)) for k, v in facts.items()])
             connection.execute("COMMIT")
         except (sqlite3.Error, OSError) as error:
+            for file in folder.path.glob("store.*"):  # ours alone: the lock is
+                with contextlib.suppress(OSError):
+                    file.unlink()
             lock.close()
-            raise RunFolderError(f"no store can be made in {folder.path}: {error}") from error
+            raise RunFolderError(f"no store can be made in {folder.path}: {error}. Choose another run.dir") from error
         return cls(folder, connection, lock, max_pending=max_pending, stall_s=stall_s)
 
     @classmethod
@@ -188,6 +194,8 @@ class SqliteStore:
         error = self._error
         if isinstance(error, sqlite3.OperationalError):
             return RunFolderError(f"the store {self.folder.store} cannot be written: {error}")
+        if isinstance(error, RunFolderError):
+            return RunFolderError(str(error))
         if isinstance(error, NearpolicyError):
             return NearpolicyError(str(error))
         return NearpolicyError(f"the store's writer stopped: {type(error).__name__}: {error}")
@@ -220,6 +228,11 @@ class SqliteStore:
         if self._error is not None:
             return  # later calls must not be stored without the one that failed
         try:
+            if _identity(self.folder.store) != self._identity:
+                raise RunFolderError(
+                    f"{self.folder.path} was removed or replaced while the run wrote it; what it has recorded is lost. "
+                    "Start the run again, and leave its folder alone"
+                )
             self._db.execute("BEGIN IMMEDIATE")
             for call in calls:
                 self._db.execute("SAVEPOINT call")
@@ -376,6 +389,15 @@ class SqliteStore:
                 *(encode_text(s.prompt), encode_text(s.text)),
                 *(None if s.correct is None else int(s.correct), s.value, s.num_tokens, s.finish),
             )
+
+
+def _identity(file: Path) -> tuple[int, int] | None:
+    """Which file stands at a path; None if there is none."""
+    try:
+        found = os.stat(file)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _segment_index(group: Group, row: Row) -> int:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
 
-from nearpolicy.settings import ConfigModel, RegularExpression
+from nearpolicy.settings import ConfigModel, PathText, RegularExpression, Seed
 from nearpolicy.verifier.config import Rewards
 
 
@@ -19,9 +19,9 @@ class ReasoningGymSource(ConfigModel):
     """Name of the generator, for example `chain_sum`."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Its settings, for example `max_terms: 2`."""
-    size: PositiveInt = 1000
+    size: int = Field(1000, ge=1, le=10_000_000)
     """Questions generated, before equal ones are dropped."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seed of the generator. It draws question i from seed + i, so other seeds are no held-out set; `held_out` is."""
 
 
@@ -30,7 +30,7 @@ class JsonlSource(ConfigModel):
 
     kind: Literal["jsonl"]
     """Selects this kind of source."""
-    path: str
+    path: PathText
     """The file, relative to the working folder; `~` and `$VARIABLE` are filled in."""
 
 
@@ -39,7 +39,7 @@ class ParquetSource(ConfigModel):
 
     kind: Literal["parquet"]
     """Selects this kind of source."""
-    path: str
+    path: PathText
     """The file, relative to the working folder; `~` and `$VARIABLE` are filled in."""
 
 
@@ -48,7 +48,7 @@ class HuggingFaceSource(ConfigModel):
 
     kind: Literal["huggingface"]
     """Selects this kind of source."""
-    path: str
+    path: PathText
     """Hub id or local folder."""
     subset: str | None = None
     """Name of the configuration, where the data set has several."""

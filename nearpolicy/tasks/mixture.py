@@ -15,10 +15,10 @@ import numpy as np
 from nearpolicy.errors import DataError
 from nearpolicy.models.tokenizer import Renderer
 from nearpolicy.records import Prompt
-from nearpolicy.tasks.check import scan
+from nearpolicy.tasks.check import DECLARED, Reads, scan
 from nearpolicy.tasks.config import TaskConfig
 from nearpolicy.tasks.held_out import question_key, split_held_out
-from nearpolicy.tasks.sources import ColumnsOf, declared_columns, question_text, read_rows
+from nearpolicy.tasks.sources import question_text, read_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +44,14 @@ def load_task(
     seed: int,
     renderer: Renderer | None,
     max_prompt_length: int | None,
-    reward_columns: ColumnsOf = declared_columns,
+    reads: Reads = DECLARED,
 ) -> TaskData:
     """Read, check and divide a task's rows; `DataError` names every bad one (the first twenty).
 
     Without a ``renderer`` lengths are not looked at and text counts as chat.
     """
     rows = read_rows(config.source)
-    found = scan(config, rows, renderer=renderer, max_prompt_length=max_prompt_length, reward_columns=reward_columns)
+    found = scan(config, rows, renderer=renderer, max_prompt_length=max_prompt_length, reads=reads)
     if found.problems:
         raise DataError(found.message())
     keys = [question_key(question_text(prompt)) for prompt in found.prompts]
@@ -124,7 +124,7 @@ def load_mixture(
     seed: int,
     renderer: Renderer | None,
     max_prompt_length: int | None,
-    reward_columns: ColumnsOf = declared_columns,
+    reads: Reads = DECLARED,
 ) -> Mixture:
     """All tasks of a recipe, read and checked; `DataError` speaks for all of them."""
     tasks, problems = [], []
@@ -136,7 +136,7 @@ def load_mixture(
                     seed=seed,
                     renderer=renderer,
                     max_prompt_length=max_prompt_length,
-                    reward_columns=reward_columns,
+                    reads=reads,
                 )
             )
         except DataError as error:

@@ -13,12 +13,13 @@ import json
 import os
 import re
 import string
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nearpolicy.errors import DataError, nearest
+from nearpolicy.errors import DataError, described, nearest
 from nearpolicy.records import Prompt
 from nearpolicy.tasks.config import (
     ExtractConfig,
@@ -29,7 +30,11 @@ from nearpolicy.tasks.config import (
     Source,
     TaskConfig,
 )
+from nearpolicy.tasks.patterns import last_matches
 from nearpolicy.verifier.config import AS_WRITTEN, RewardConfig
+
+DEEPEST = 100
+"""Levels of lists and objects that a row may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +86,26 @@ def read_rows(source: Source) -> list[Row]:
 
 
 def _jsonl(source: JsonlSource) -> Iterator[Row]:
-    path = _path(source)
+    path, number = _path(source), 0
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield Row(number, _json_object(line, f"{source.path} row {number}"))
-    except (OSError, EOFError) as error:
-        raise DataError(f"{source.path}: cannot be read: {error}") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{source.path}: cannot be read beyond row {number}: {described(error)}") from None
 
 
 def _json_object(line: bytes, where: str) -> dict[str, Any]:
     try:
         values = json.loads(line)
+        # Far below what the interpreter can hold: every later copy of the row, on its way to a worker, holds it too.
+        if line.count(b"[") + line.count(b"{") > DEEPEST and _depth(values) > DEEPEST:
+            raise RecursionError
+    except RecursionError:
+        raise DataError(
+            f"{where}: lists and objects lie more than {DEEPEST} deep in one another; make it flat"
+        ) from None
     except ValueError as error:
         raise DataError(f"{where}: not valid JSON: {error}") from None
     if not isinstance(values, dict):
@@ -101,15 +113,20 @@ def _json_object(line: bytes, where: str) -> dict[str, Any]:
     return values
 
 
+def _depth(value: Any) -> int:
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth, inside), default=0)
+
+
 def _parquet(source: ParquetSource) -> Iterator[Row]:
     import pyarrow
     from pyarrow import parquet
 
     try:
-        table = parquet.read_table(_path(source))
-    except pyarrow.ArrowException as error:
-        raise DataError(f"{source.path}: cannot be read as Parquet: {str(error).splitlines()[0]}") from None
-    for number, values in enumerate(table.to_pylist(), start=1):
+        rows = parquet.read_table(_path(source)).to_pylist()
+    except (pyarrow.ArrowException, OSError, ValueError) as error:  # ValueError: a date that Python has not
+        raise DataError(f"{source.path}: cannot be read as Parquet: {described(error)}") from None
+    for number, values in enumerate(rows, start=1):
         yield Row(number, values)
 
 
@@ -117,10 +134,10 @@ def _huggingface(source: HuggingFaceSource) -> Iterator[Row]:
     datasets = _import_datasets(source)
     try:
         loaded = datasets.load_dataset(source.path, source.subset, split=source.split)
-    except (ValueError, OSError) as error:
-        raise DataError(f"{source.path}: cannot be loaded: {str(error).splitlines()[0]}") from None
-    for number, values in enumerate(loaded, start=1):
-        yield Row(number, values)
+        for number, values in enumerate(loaded, start=1):
+            yield Row(number, values)
+    except Exception as error:  # a library with a network and foreign files behind it
+        raise DataError(f"{source.path}: cannot be loaded: {described(error)}") from None
 
 
 def _import_datasets(source: HuggingFaceSource) -> Any:
@@ -145,10 +162,12 @@ def _reasoning_gym(source: ReasoningGymSource) -> Iterator[Row]:
             raise DataError(f"reasoning_gym:{source.dataset}: `{key}` belongs to the source itself, not to its params")
     try:
         made = reasoning_gym.create_dataset(source.dataset, size=source.size, seed=source.seed, **source.params)
-    except (TypeError, AssertionError, ValueError) as error:
-        raise DataError(f"reasoning_gym:{source.dataset}: refuses its params {source.params}: {error}") from None
-    for number in range(1, source.size + 1):
-        yield Row(number, made[number - 1])
+        for number in range(1, source.size + 1):
+            yield Row(number, made[number - 1])
+    except Exception as error:  # some generators meet a value they cannot use only when they draw
+        raise DataError(
+            f"reasoning_gym:{source.dataset}: refuses its params {source.params}: {described(error)}"
+        ) from None
 
 
 def template_fields(template: str) -> list[str]:
@@ -203,19 +222,17 @@ def missing_columns(task: TaskConfig, rows: Sequence[Row], needed: Mapping[str, 
 
 def with_extracts(task: TaskConfig, rows: Sequence[Row]) -> list[Row]:
     """Rows with the columns that ``task.extract`` cuts out of others; None where a pattern does not occur."""
-    if not task.extract:
-        return list(rows)
+    cut = {name: _cut(task, name, rule, rows) for name, rule in task.extract.items()}
     return [
-        replace(row, values={**row.values, **{name: _cut(rule, row) for name, rule in task.extract.items()}})
-        for row in rows
+        replace(row, values={**row.values, **{name: values[place] for name, values in cut.items()}})
+        for place, row in enumerate(rows)
     ]
 
 
-def _cut(rule: ExtractConfig, row: Row) -> str | None:
-    matches = list(re.finditer(rule.pattern, str(row.values.get(rule.column) or "")))
-    if not matches:
-        return None
-    return matches[-1][1] if matches[-1].re.groups else matches[-1][0]
+def _cut(task: TaskConfig, name: str, rule: ExtractConfig, rows: Sequence[Row]) -> list[str | None]:
+    texts = [str(row.values.get(rule.column) or "") for row in rows]
+    where = [f"{_where(task, row)} column `{rule.column}`" for row in rows]
+    return last_matches(rule.pattern, texts, where, f"extract.{name}.pattern")
 
 
 def make_prompt(task: TaskConfig, row: Row, *, chat: bool) -> Prompt:

@@ -14,6 +14,8 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
+from nearpolicy.visible import visible
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
@@ -31,10 +33,12 @@ class Chart:
     """Rows of a time line, lowest first; empty for curves."""
 
 
+_PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
+
+
 def escape(text: str) -> str:
-    """Text as it may stand in a page: no markup, nothing that UTF-8 cannot say, control characters made visible."""
-    visible = "".join(_visible(letter) for letter in text)
-    return html.escape(visible)
+    """Text as it may stand in a page: no markup, nothing that acts; control characters as the pictures Unicode has."""
+    return html.escape(visible(text.translate(_PICTURES)))
 
 
 def shown(text: str, limit: int = 1200) -> str:
@@ -43,13 +47,6 @@ def shown(text: str, limit: int = 1200) -> str:
         return escape(text)
     half = limit // 2
     return f"{escape(text[:half])} <em>… {len(text) - limit:,} characters …</em> {escape(text[-half:])}"
-
-
-def _visible(letter: str) -> str:
-    code = ord(letter)
-    if code < 32 and letter not in "\n\t":
-        return chr(0x2400 + code)
-    return f"\\u{code:04x}" if 0xD800 <= code <= 0xDFFF else letter
 
 
 def page(
@@ -65,8 +62,8 @@ def page(
     """``sections`` are (heading, HTML); empty ones are left out."""
     numbered = dict(enumerate([*charts, *([timeline] if timeline else [])]))
     data = {f"chart-{place}": asdict(chart) for place, chart in numbered.items()}
-    # "</" inside a script would end it; JSON allows the escape.
-    script_data = json.dumps(data, allow_nan=False).replace("</", "<\\/")
+    # A tag or a comment inside a script would end it or hide the rest; JSON allows the escape.
+    script_data = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
     figures = "".join(_figure(place, chart) for place, chart in numbered.items() if not chart.lanes)
     wide = "".join(_figure(place, chart) for place, chart in numbered.items() if chart.lanes)
     tables = "".join(f"<section><h2>{escape(name)}</h2>{body}</section>" for name, body in sections if body)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
-from nearpolicy.settings import ConfigModel, RegularExpression
+from nearpolicy.settings import ConfigModel, RegularExpression, Seconds
 
 AS_WRITTEN = "as_written"
 """The attachment of a prompt whose row holds text that went into a chat message: that text."""
@@ -25,7 +25,7 @@ class _Reward(ConfigModel):
     kind: str
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]+$")
     """Name of this source in verdicts and metrics (default: the kind); no two sources of a task share one."""
-    weight: float = 1.0
+    weight: float = Field(default=1.0, ge=-1e6, le=1e6)
     """Factor of this source in the reward; negative for a penalty."""
 
     @property
@@ -161,11 +161,11 @@ def reward_weights(rewards: Iterable[RewardConfig]) -> dict[str, float]:
 class VerifierConfig(ConfigModel):
     """Section `verifier`: how completions are judged."""
 
-    workers: int = Field(default=1, ge=1)
+    workers: int = Field(default=1, ge=1, le=1000)
     """Processes for rewards that can block or crash: math_verify, reasoning_gym, regex and user functions."""
-    timeout_s: float = Field(default=10.0, gt=0)
+    timeout_s: Seconds = 10.0
     """Limit of one call of one reward source; a worker that exceeds it is killed and replaced."""
-    retries: int = Field(default=1, ge=0)
+    retries: int = Field(default=1, ge=0, le=100)
     """Further attempts after a worker died under a call; a wrong answer or a raising function is never tried again."""
     in_process: bool = False
     """Call user functions in this process, for a debugger: without time limit and without protection from crashes."""

@@ -29,7 +29,7 @@ from typing import Any
 
 import cloudpickle
 
-from nearpolicy.errors import UserError
+from nearpolicy.errors import UserError, described
 from nearpolicy.records import Verdict
 from nearpolicy.verifier.config import FunctionReward, RewardConfig
 from nearpolicy.verifier.rewards import Sample
@@ -158,7 +158,7 @@ def failure(error: BaseException, what: str = "the function") -> Verdict:
     """The verdict when scoring code raised: what, and where."""
     where = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(where[-1].filename).name}:{where[-1].lineno}, in {where[-1].name})" if where else ""
-    return Verdict.failed(f"{what} raised {type(error).__name__}: {str(error)[:400]}{place}")
+    return Verdict.failed(f"{what} raised {described(error, 400)}{place}")
 
 
 def _shown(value: Any) -> str:
@@ -246,7 +246,7 @@ def _load(reward: FunctionReward) -> Callable[..., Any]:
     try:
         found: Any = _module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:
-        raise RewardFunctionError(f"{title} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise RewardFunctionError(f"{title} cannot be loaded: {described(error)}") from error
     for part in name.split("."):
         if not hasattr(found, part):
             raise RewardFunctionError(f"{title} cannot be loaded: {place} has no {name!r}")
@@ -283,6 +283,6 @@ def packed(function: UserFunction) -> bytes:
     except Exception as error:
         raise RewardFunctionError(
             f"the reward function {function.source!r} cannot travel to a worker process: "
-            f"{type(error).__name__}: {error}. "
+            f"{described(error)}. "
             f"Create what it holds inside the function, or set `verifier.in_process: true` to call it in this process"
         ) from error

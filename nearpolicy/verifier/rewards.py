@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
+from nearpolicy.errors import described, nearest
 from nearpolicy.records import Outcome, Prompt, Rollout, Verdict
 from nearpolicy.verifier.config import (
     AS_WRITTEN,
@@ -77,17 +78,23 @@ def score(reward: BuiltIn, sample: Sample) -> Verdict:
         return Verdict.failed(str(error))
 
 
-def control(reward: BuiltIn, columns: Mapping[str, Any]) -> str | None:
-    """A completion that must score above 0, or None if the reward knows none.
+ANOTHER = r"\boxed{17}"
+"""An answer that is trivial to read, and nearly always another one than the right one."""
 
-    Scored after a completion ran into a limit, in the same place: if it passes, the completion was the cause.
+
+def controls(reward: BuiltIn, columns: Mapping[str, Any]) -> tuple[str, ...]:
+    """Completions to score after one ran into a limit, in the same place; none if the reward knows none.
+
+    The first is right and must score above 0, the second must be answered, with whatever score. Only then the
+    completion was the cause: a right answer is often recognised letter by letter, and ``9^9^9^9`` is not computed
+    before it is compared with something else.
     """
     if isinstance(reward, MathVerifyReward):
-        return _as_latex(_answer(reward.answer_column, columns))
+        return _as_latex(_answer(reward.answer_column, columns)), ANOTHER
     if isinstance(reward, ReasoningGymReward):
-        answer = _answer(reward.answer_column, columns)
-        return f"<{reward.answer_tag}>{answer}</{reward.answer_tag}>" if reward.answer_tag else answer
-    return None
+        tag, answer = reward.answer_tag, _answer(reward.answer_column, columns)
+        return tuple(f"<{tag}>{text}</{tag}>" if tag else text for text in (answer, ANOTHER))
+    return ()
 
 
 def _column(name: str, columns: Mapping[str, Any]) -> Any:
@@ -152,22 +159,33 @@ def _exact(number: str) -> Decimal:
     return Decimal(number.replace(",", "").replace("\u2212", "-"))
 
 
+def is_number(text: str) -> bool:
+    """Whether a text is one number, by the conventions of `find_numbers`, and nothing else."""
+    return _NUMBER.fullmatch(text.strip()) is not None
+
+
+def number_answer(reward: NumberReward, columns: Mapping[str, Any]) -> Decimal:
+    """The right answer of a row; `RowError` if it is no number."""
+    answer = _column(reward.answer_column, columns)
+    if isinstance(answer, bool) or not is_number(str(answer)):
+        raise RowError(f"the column {reward.answer_column!r} holds {_brief(answer)}, which is not a number")
+    return _exact(str(answer).strip())
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def _number(reward: NumberReward, sample: Sample) -> Verdict:
     """Equality is exact: 0.5 is 0.50, and 0.3333 is not a third."""
-    answer = _number_answer(_column(reward.answer_column, sample.columns), reward.answer_column)
+    answer = number_answer(reward, sample.columns)
     numbers = find_numbers(sample.text)
     if not numbers:
         return _zero("no number in the completion", correct=0.0, form=0.0)
     written, value = numbers[-1]
     correct, form = value == answer, sample.text.strip() == written
     return Verdict.scored(correct * (1.0 if form else reward.partial), correct=float(correct), form=float(form))
-
-
-def _number_answer(answer: Any, column: str) -> Decimal:
-    text = str(answer).strip()
-    if not isinstance(answer, bool) and _NUMBER.fullmatch(text):
-        return _exact(text)
-    raise RowError(f"the column {column!r} holds {answer!r}, which is not a number")
 
 
 def _zero(reason: str, **parts: float) -> Verdict:
@@ -177,14 +195,19 @@ def _zero(reason: str, **parts: float) -> Verdict:
 # math-verify
 
 
-def _math_verify(reward: MathVerifyReward, sample: Sample) -> Verdict:
-    answer = _answer(reward.answer_column, sample.columns)
+def golds_of(answer: str) -> list[Any]:
+    """What a right answer says, in math-verify's terms; `RowError` if nothing."""
     try:
         golds = _parse(_as_latex(answer))
     except ValueError:
         golds = []
     if not golds:
-        raise RowError(f"math-verify finds nothing to compare with in the answer {answer!r}")
+        raise RowError(f"math-verify finds nothing to compare with in the answer {_brief(answer)}")
+    return golds
+
+
+def _math_verify(reward: MathVerifyReward, sample: Sample) -> Verdict:
+    golds = golds_of(_answer(reward.answer_column, sample.columns))
     try:
         candidates = _parse(sample.text)
     except ValueError as error:  # sympy's parse errors are ValueErrors: an integer of 5000 digits, for one
@@ -232,20 +255,33 @@ def _library() -> Any:
 # reasoning-gym
 
 
-def _reasoning_gym(reward: ReasoningGymReward, sample: Sample) -> Verdict:
-    metadata = _column(reward.metadata_column, sample.columns)
-    metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
+def gym_data_set(reward: ReasoningGymReward, columns: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+    """The data set that scores a row, and the row's metadata; `RowError` if the row does not say."""
+    column = reward.metadata_column
+    metadata = _column(column, columns)
+    if isinstance(metadata, str):
+        try:
+            metadata = json.loads(metadata)
+        except (ValueError, RecursionError) as error:
+            raise RowError(f"the column {column!r} holds text that is no JSON: {described(error)}") from None
+    if not isinstance(metadata, Mapping):
+        raise RowError(f"the column {column!r} holds {_brief(metadata)}, where the metadata of an entry should be")
     name = metadata.get("source_dataset")
-    if name is None:
-        raise RowError(f"the column {reward.metadata_column!r} does not name its data set in 'source_dataset'")
+    if not isinstance(name, str):
+        raise RowError(f"the column {column!r} does not name its data set in 'source_dataset'")
+    return _data_set(name, json.dumps(reward.params)), metadata
+
+
+def _reasoning_gym(reward: ReasoningGymReward, sample: Sample) -> Verdict:
+    data_set, metadata = gym_data_set(reward, sample.columns)
     entry = {
         "question": sample.columns.get("question", sample.prompt),
         "answer": _answer(reward.answer_column, sample.columns),
         "metadata": metadata,
     }
-    value = float(_data_set(name, json.dumps(reward.params)).score_answer(_tagged(reward, sample.text), entry))
+    value = float(data_set.score_answer(_tagged(reward, sample.text), entry))
     if not math.isfinite(value):
-        return Verdict.failed(f"the data set {name!r} scored {value}")
+        return Verdict.failed(f"the data set {metadata['source_dataset']!r} scored {value}")
     return Verdict.scored(value)
 
 
@@ -259,8 +295,15 @@ def _tagged(reward: ReasoningGymReward, text: str) -> str | None:
 @functools.lru_cache(maxsize=64)
 def _data_set(name: str, params: str) -> Any:
     import reasoning_gym
+    from reasoning_gym.factory import DATASETS
 
-    return reasoning_gym.create_dataset(name, **json.loads(params))
+    if name not in DATASETS:
+        close = nearest(name, list(DATASETS))
+        raise RowError(f"reasoning-gym has no data set {name!r}" + (f"; did you mean {close!r}?" if close else ""))
+    try:
+        return reasoning_gym.create_dataset(name, **json.loads(params))
+    except Exception as error:  # each data set looks at its settings in its own way
+        raise RowError(f"the data set {name!r} refuses the reward's params {params}: {described(error)}") from None
 
 
 def preload(reward: BuiltIn) -> None:

@@ -113,8 +113,8 @@ class VerifierService:
             nonlocal began
             began = time.perf_counter()
 
-        control = _control(source.scorer, sample)
-        return await self._pool.score(source.key, sample, control, started), began - asked
+        controls = _controls(source.scorer, sample)
+        return await self._pool.score(source.key, sample, controls, started), began - asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,15 +153,14 @@ async def _judged_here(scorer: UserFunction | BuiltIn, sample: Sample) -> Verdic
         return functions.failure(error, "the function" if isinstance(scorer, UserFunction) else scorer.kind)
 
 
-def _control(scorer: UserFunction | BuiltIn, sample: Sample) -> Sample | None:
-    """The sample to check the place with after a limit; none if the row has no answer, which its verdict will say."""
+def _controls(scorer: UserFunction | BuiltIn, sample: Sample) -> tuple[Sample, ...]:
+    """The samples to check the place with after a limit; none if the row has no answer, which its verdict will say."""
     if isinstance(scorer, UserFunction):
-        return None
+        return ()
     try:
-        text = rewards.control(scorer, sample.columns)
+        return tuple(replace(sample, text=text) for text in rewards.controls(scorer, sample.columns))
     except rewards.RowError:
-        return None
-    return None if text is None else replace(sample, text=text)
+        return ()
 
 
 def weighted_reward(verdicts: Mapping[str, Verdict], weights: Mapping[str, float]) -> float | None:

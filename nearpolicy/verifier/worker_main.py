@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import inspect
 import os
 import pickle
@@ -24,6 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from nearpolicy.errors import described
+from nearpolicy.machine import die_with
 from nearpolicy.records import Verdict
 from nearpolicy.verifier import functions, rewards
 from nearpolicy.verifier.functions import RewardFunctionError, UserFunction
@@ -34,12 +35,11 @@ BUILT_IN_MEMORY = 768 * 2**20
 """Bytes a built-in score may take beyond what the process holds: with it, a worker stays below 1 GB."""
 NICENESS = 5
 """Enough to give way to training, not so much that a busy machine turns every call into a time limit."""
-_PR_SET_PDEATHSIG = 1
 
 
 def main(descriptor: int, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _die_with(parent)
+    die_with(parent)
     os.set_inheritable(descriptor, False)
     with socket.socket(fileno=descriptor) as connection, connection.makefile("rwb") as stream:
         setup = read_frame(stream)
@@ -54,17 +54,6 @@ def main(descriptor: int, parent: int) -> None:
             _say(stream, _answer(scorers[key], sample))
 
 
-def _die_with(parent: int) -> None:
-    """Be killed when the thread that started us ends, the one of the event loop.
-
-    Without this, a worker inside a long call would outlive it: a closed socket is noticed only between calls.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
-        os._exit(1)
-
-
 def _prepared(setup: Setup, stream: BinaryIO) -> dict[str, UserFunction | BuiltIn] | None:
     """The scorers, loaded; or None after a refusal."""
     sys.path[:] = setup.sys_path
@@ -75,7 +64,7 @@ def _prepared(setup: Setup, stream: BinaryIO) -> dict[str, UserFunction | BuiltI
             if not isinstance(scorer, UserFunction):
                 rewards.preload(scorer)
         except BaseException as error:
-            _say(stream, {"status": "refused", "message": f"{key} cannot be loaded: {type(error).__name__}: {error}"})
+            _say(stream, {"status": "refused", "message": f"{key} cannot be loaded: {described(error)}"})
             return None
     _say(stream, {"status": "ready"})
     return scorers

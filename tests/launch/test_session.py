@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from nearpolicy.config import RunConfig, load_recipe
-from nearpolicy.errors import DataError, UserError
+from nearpolicy.errors import DataError, RolloutsError, RunFolderError, UserError, VerifierError
 from nearpolicy.launch.build import _threads
 from nearpolicy.launch.session import Session, run_session
 from nearpolicy.launch.sizes import memory_by_owner, model_shape
@@ -75,7 +77,8 @@ def test_every_sampled_token_of_a_run_that_ends_early_has_a_fate(config):
     session = Session(config=config("run.steps=50", "queue.max_staleness=2"))
 
     def stop(step: int, metrics) -> None:
-        session.stop_requested = step == 1
+        if step == 1:
+            session.stop()
 
     session.on_step = stop
     run_session(session)
@@ -85,18 +88,94 @@ def test_every_sampled_token_of_a_run_that_ends_early_has_a_fate(config):
         assert Fate.IN_FLIGHT not in run.ledger()
 
 
-def test_a_stop_during_the_warm_start_ends_it_and_saves(config):
-    said = []
+@pytest.mark.parametrize("own_folder", [False, True])
+def test_a_stop_before_version_0_is_published_leaves_nothing(config, tmp_path, own_folder):
+    overrides = ["warm_start.steps=10000"]
+    if own_folder:
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / "notes.txt").write_text("not a run")
+        overrides.append("run.dir=mine")
 
     def stop_at_once(text: str) -> None:
-        said.append(text)
-        session.stop_requested = True
+        if text.startswith("run folder"):
+            assert session.folder.store.is_file()
+            session.stop()
 
-    session = Session(config=config("warm_start.steps=10000"), say=stop_at_once)
+    session = Session(config=config(*overrides), say=stop_at_once)
+    with pytest.raises(KeyboardInterrupt, match="before the first step"):
+        run_session(session)
+    assert not session.begun
+    left = list((tmp_path / "mine").iterdir()) if own_folder else list((tmp_path / "runs").iterdir())
+    assert [path.name for path in left] == (["notes.txt"] if own_folder else [])
+
+
+def test_a_warm_start_that_leaves_the_numbers_is_a_message_and_leaves_nothing(config, tmp_path):
+    with pytest.raises(UserError, match=r"^warm start, step \d: .*not finite.*lower warm_start\.learning_rate"):
+        run_session(Session(config=config("warm_start.steps=5", "warm_start.learning_rate=1e20", "run.dir=mine")))
+    assert not (tmp_path / "mine").exists()
+
+
+def test_a_stop_during_an_evaluation_leaves_it_and_what_was_not_learned_is_not_saved(config):
+    said = []
+
+    def stop_in_evaluation(text: str) -> None:
+        said.append(text)
+        if text.startswith("evaluating version 0"):
+            session.stop()
+
+    session = Session(config=config("tasks.0.held_out=3"), say=stop_in_evaluation)
     summary = run_session(session)
-    assert summary["steps"] == 0
-    assert not [line for line in said if "warm start" in line]
-    assert (session.folder.checkpoints / "step-0").is_dir()
+    assert (summary["steps"], summary["held_out"]) == (0, {"before": {}, "after": {}})
+    assert "the evaluation was left, its answers are not kept" in said
+    assert not session.folder.checkpoints.exists()
+    with RunReader(session.folder.path) as run:
+        assert run.evaluations() == []
+
+
+def test_a_stop_during_an_evaluation_between_steps_ends_the_run_and_saves(config):
+    def stop_in_evaluation(text: str) -> None:
+        if text.startswith("evaluating version 2"):
+            session.stop()
+
+    session = Session(config=config("tasks.0.held_out=3", "evaluation.every=1", "run.steps=9"), say=stop_in_evaluation)
+    assert run_session(session)["steps"] == 2
+    assert [path.name for path in session.folder.checkpoints.iterdir()] == ["step-2"]
+    with RunReader(session.folder.path) as run:
+        assert {sample.version for sample in run.evaluations()} == {0, 1}
+
+
+def never(completions, **_):
+    time.sleep(1000)
+
+
+def test_a_reward_that_never_answers_ends_the_run_with_its_name_whether_or_not_there_is_an_evaluation(config):
+    reward = "tasks.0.rewards=[{kind: function, path: 'given:never'}]"
+    for asked in ((), ("tasks.0.held_out=4", "evaluation.pass_k=[2]")):
+        limits = ("verifier.timeout_s=0.1", *asked)
+        with pytest.raises(VerifierError, match=r"^reward 'function' of task 'sums' answered none of its first 8 "):
+            run_session(Session(config=config(reward, *limits), functions={"given:never": never}))
+
+
+def raises(completions, **_):
+    raise ValueError("no key")
+
+
+def test_a_run_whose_groups_all_fail_ends_with_the_reason_and_no_checkpoint(config, tmp_path):
+    reward = "tasks.0.rewards=[{kind: function, path: 'given:raises'}]"
+    with pytest.raises(
+        RolloutsError, match=r"^6 groups in a row failed, the last because: .*raised ValueError: no key"
+    ):
+        run_session(Session(config=config(reward, "run.dir=mine"), functions={"given:raises": raises}))
+    assert (tmp_path / "mine" / "store.sqlite").is_file()
+    assert not (tmp_path / "mine" / "checkpoints").exists()
+
+
+def test_a_run_folder_that_is_removed_ends_the_run_with_a_message(config):
+    session = Session(config=config("run.steps=1000"))
+    session.on_step = lambda step, _: step == 1 and shutil.rmtree(session.folder.path)
+    with pytest.raises(RunFolderError, match=r"demo-1 was removed or replaced while the run wrote it"):
+        run_session(session)
+    assert not session.folder.path.exists()
 
 
 def test_a_run_can_be_started_while_an_event_loop_runs(config):

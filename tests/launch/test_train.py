@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -355,3 +356,143 @@ def test_ctrl_c_twice_ends_at_once(recipe):
     assert "Traceback" not in err + out
     assert not (folder / "summary.json").exists()
     assert not (folder / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("after_s", [0.15, 1.0])
+def test_ctrl_c_while_the_run_is_set_up_ends_it_soon_and_leaves_nothing(recipe, after_s):
+    folder = recipe.parent / "never-begun"
+    run = start(recipe, folder)
+    try:
+        time.sleep(after_s)
+        run.send_signal(signal.SIGINT)
+        out, err = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert "Traceback" not in err + out
+    assert run.returncode == 130, (out, err)
+    assert "stopp" in err
+    assert not folder.exists()
+
+
+def test_ctrl_c_in_the_warm_start_says_that_nothing_is_kept_and_keeps_nothing(recipe):
+    folder = recipe.parent / "warm"
+    run = start(recipe, folder, "warm_start.steps=100000", "tasks.0.answer_column=answer")
+    try:
+        wait_for(run.stdout, "^run folder: ")
+        time.sleep(0.5)
+        run.send_signal(signal.SIGINT)
+        out, err = run.communicate(timeout=30)
+    finally:
+        run.kill()
+    assert (run.returncode, "Traceback" in err + out) == (130, False), (out, err)
+    assert "stopping before the first step; nothing is kept" in err
+    assert not folder.exists()
+
+
+def test_ctrl_c_during_the_evaluation_before_training_leaves_it_and_ends(recipe):
+    folder = recipe.parent / "evaluating"
+    slow = ("evaluation.max_completion_length=400", "evaluation.pass_samples=500", "sampling.max_prompt_length=16")
+    run = start(recipe, folder, *slow)
+    try:
+        wait_for(run.stdout, "^evaluating version 0 ")
+        run.send_signal(signal.SIGINT)
+        out, err = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert (run.returncode, "Traceback" in err + out) == (130, False), (out, err)
+    assert "the evaluation was left" in out
+    assert json.loads((folder / "summary.json").read_text())["ended"] == "stopped"
+    assert not (folder / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("gap_s", [0.0, 0.02, 0.5])
+def test_two_ctrl_cs_while_the_run_is_set_up_end_it_at_once_however_close_they_are(recipe, gap_s):
+    run = start(recipe, recipe.parent / f"twice-{gap_s}", "warm_start.steps=100000", "tasks.0.answer_column=answer")
+    try:
+        time.sleep(1.0)
+        run.send_signal(signal.SIGINT)
+        time.sleep(gap_s)
+        begin = time.monotonic()
+        run.send_signal(signal.SIGINT)
+        out, err = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert run.returncode in (130, -signal.SIGINT), (out, err)  # at the very end the interpreter listens no more
+    assert "Traceback" not in err + out
+    assert gap_s == 0 or time.monotonic() - begin < 10  # of two at the same moment the system delivers one
+
+
+# What is left when nothing could be said any more.
+
+
+def children(pid: int) -> list[int]:
+    done = subprocess.run(["ps", "--no-headers", "-o", "pid", "--ppid", str(pid)], capture_output=True, text=True)
+    return [int(line) for line in done.stdout.split()]
+
+
+def gone(pid: int) -> bool:
+    """Ended, whether or not anybody has reaped it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_a_run_killed_in_the_middle_of_training_leaves_a_readable_folder_and_no_process(recipe):
+    folder = recipe.parent / "killed"
+    run = start(recipe, folder, "checkpoint.every=1")
+    try:
+        wait_for(run.stdout, r"^ +3 +4/500 ")
+        workers = children(run.pid)
+        run.kill()
+        run.communicate(timeout=30)
+    finally:
+        run.kill()
+    assert workers
+    deadline = time.monotonic() + 10
+    while not all(map(gone, workers)):
+        assert time.monotonic() < deadline, "a worker outlived the run"
+        time.sleep(0.05)
+    assert not (folder / "summary.json").exists()
+    with RunReader(folder) as reader:
+        steps = [step.step for step in reader.steps()]
+        assert len(steps) >= 2 and steps == list(range(len(steps)))  # the last moments may not be committed
+        assert sum(reader.ledger().values()) == sum(item.rollout.num_sampled for item in reader.rollouts())
+    assert command_line("inspect", folder, "--step", 1)[0] == 0
+    status, out, err = command_line("report", folder)
+    assert (status, err) == (0, "") and (folder / "report.html").is_file()
+    saved = sorted((folder / "checkpoints").glob("step-*"))
+    status, out, err = command_line("eval", folder / "config.yaml", "--checkpoint", saved[-1])
+    assert (status, err) == (0, "")
+    assert json.loads(out.splitlines()[-1])["sums"]["count"] == 3
+    refused(command_line("train", recipe, f"run.dir={folder}"), "already holds a run")
+
+
+def test_a_run_killed_before_its_first_checkpoint_says_that_there_is_none(recipe):
+    folder = recipe.parent / "killed-early"
+    run = start(recipe, folder)
+    try:
+        wait_for(run.stdout, r"^ +0 +1/500 ")
+    finally:
+        run.kill()
+        run.communicate(timeout=30)
+    result = command_line("eval", folder / "config.yaml", "--checkpoint", folder / "checkpoints" / "step-1")
+    refused(result, "step-1", "no config.json")
+
+
+def test_of_two_runs_started_into_one_folder_one_has_it_and_the_other_is_refused(recipe):
+    folder = recipe.parent / "contested"
+    runs = [start(recipe, folder, "run.steps=2", f"learner.learning_rate={rate}") for rate in ("1e-3", "2e-3")]
+    try:
+        results = [run.communicate(timeout=240) for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
+    won, lost = sorted(range(2), key=lambda place: runs[place].returncode)
+    assert [runs[won].returncode, runs[lost].returncode] == [0, 2], results
+    assert "Traceback" not in results[lost][1]
+    assert re.search(r"contested (is being written by another run|already holds a run)", results[lost][1])
+    resolved = load_recipe(folder / "config.yaml")
+    assert resolved.learner.learning_rate == [1e-3, 2e-3][won]
+    with RunReader(folder) as reader:
+        assert len(reader.steps()) == 2 and reader.config["learner"]["learning_rate"] == [1e-3, 2e-3][won]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import threading
+from pathlib import Path
 
 import families
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from nearpolicy.errors import ModelError
 from nearpolicy.models import loading
+from nearpolicy.models.tokenizer import generation_stop_ids, load_tokenizer
 from nearpolicy.models.weights import digests, named_weights
 
 
@@ -43,10 +48,135 @@ def test_a_model_is_made_once_and_found_again():
 
 
 def test_an_unknown_family_and_a_wrong_option_are_named():
-    with pytest.raises(ModelError, match="'random:lama' cannot be made from"):
+    with pytest.raises(ModelError, match=r"'random:lama' cannot be made: .* did you mean random:llama\?"):
         loading.resolve("random:lama")
     with pytest.raises(ModelError, match=r"model\.init\.vocab_size is 100; the byte tokenizer needs 272"):
         loading.resolve("random:llama", {"vocab_size": 100})
+
+
+@pytest.mark.parametrize(
+    ("init", "says"),
+    [
+        ({"hiden_size": 32}, r"model\.init\.hiden_size is not a value of the config of `llama`; .* `hidden_size`"),
+        ({"return_dict": False}, r"model\.init\.return_dict is not a value"),
+        ({"temperature": 0.5}, r"model\.init\.temperature is not a value"),
+    ],
+)
+def test_a_key_that_the_family_does_not_know_is_refused_and_nothing_is_made(init, says, monkeypatch, tmp_path):
+    monkeypatch.setenv("NEARPOLICY_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(ModelError, match=says):
+        loading.resolve("random:llama", init)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_key_in_its_old_or_its_own_spelling_has_an_effect():
+    assert loading.load_policy(loading.resolve("random:gpt2", {"n_layer": 3})).config.num_hidden_layers == 3
+    turned = loading.load_policy(loading.resolve("random:llama", {"rope_theta": 77.0})).config
+    assert turned.rope_parameters["rope_theta"] == 77.0
+
+
+@pytest.mark.parametrize(
+    "init",
+    [
+        {"num_attention_heads": 3},
+        {"num_key_value_heads": 3},
+        {"head_dim": 15},
+        {"hidden_size": 0},
+        {"num_hidden_layers": -1},
+        {"rms_norm_eps": -1},
+        {"rms_norm_eps": 1e30, "initializer_range": 1e30},
+        {"hidden_size": "wide"},
+        {"hidden_act": "foo"},
+    ],
+)
+def test_options_that_make_no_model_are_refused_in_one_line_and_leave_nothing(init, monkeypatch, tmp_path):
+    monkeypatch.setenv("NEARPOLICY_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match=r"model\.init") as refused:
+        loading.resolve("random:llama", init)
+    assert "\n" not in str(refused.value)
+    assert not any((tmp_path / "models").iterdir())
+
+
+@pytest.fixture
+def broken(tmp_path):
+    """A copy of a tiny model's folder, to be damaged."""
+    return Path(shutil.copytree(loading.resolve("random:llama"), tmp_path / "model"))
+
+
+def change_weights(folder, change):
+    file = folder / "model.safetensors"
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+
+
+def change_config(folder, **values):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t: {k: v for k, v in t.items() if ".layers.1." not in k}, r"comes without model\.layers\.1\..* 5 more"),
+        (lambda t: {k: v for k, v in t.items() if "embed" not in k}, r"without .*model\.embed_tokens\.weight"),
+        (lambda t: t | {"model.layers.7.x": torch.zeros(3)}, r"no place for, model\.layers\.7\.x;"),
+        (
+            lambda t: t | {"model.norm.weight": torch.zeros(3)},
+            r"model\.norm\.weight \(\[3\] in the file, \[64\] by the",
+        ),
+    ],
+)
+def test_weights_that_are_not_those_of_the_config_are_refused_by_name(broken, change, says):
+    """transformers would go on with random numbers."""
+    change_weights(broken, change)
+    with pytest.raises(ModelError, match=says):
+        loading.load_policy(broken, known_to_fit=True)
+
+
+def test_a_folder_that_lacks_only_tied_weights_is_whole(broken):
+    assert not any("lm_head" in name for name in load_file(broken / "model.safetensors"))
+    loading.load_policy(broken)
+
+
+def test_weights_that_are_not_numbers_are_refused(broken):
+    change_weights(broken, lambda t: t | {"model.norm.weight": torch.full((64,), float("nan"))})
+    with pytest.raises(ModelError, match="not finite numbers: its weights or its config are broken"):
+        loading.load_policy(broken)
+
+
+def cut_weights(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        cut_weights,
+        lambda folder: change_config(folder, vocab_size=99),
+        lambda folder: change_config(folder, num_hidden_layers=5),
+        lambda folder: change_config(folder, num_attention_heads=5),
+        lambda folder: change_config(folder, model_type="nosuch"),
+        lambda folder: (folder / "config.json").write_text("[]"),
+        lambda folder: (folder / "model.safetensors").unlink(),
+    ],
+)
+def test_a_damaged_folder_is_refused_by_name_whatever_the_libraries_raise(broken, damage):
+    damage(broken)
+    with pytest.raises(ModelError, match=str(broken)):
+        loading.load_policy(broken)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"eos_token_id": "x"}', '{"eos_token_id": [1, true]}', "\ud800"])
+def test_end_tokens_that_are_none_are_refused_with_their_file(broken, text):
+    (broken / "generation_config.json").write_text(text, errors="surrogatepass")
+    with pytest.raises(ModelError, match=r"generation_config\.json: .*mend the model folder"):
+        generation_stop_ids(broken)
+
+
+def test_a_broken_tokenizer_is_refused_with_its_path(broken):
+    (broken / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match=f"no tokenizer at {broken}: "):
+        load_tokenizer(str(broken))
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path):

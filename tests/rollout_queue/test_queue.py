@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 
 import numpy as np
 import pytest
 
 from nearpolicy.errors import RolloutsError, StalenessError, StandstillError, UserError
 from nearpolicy.records import Admission, Fate, Finish, Group, Prompt, Rollout, Segment
-from nearpolicy.rollout_queue.config import QueueConfig
+from nearpolicy.rollout_queue.config import QueueConfig, hopeless_after
 from nearpolicy.rollout_queue.ledger import Ledger
 from nearpolicy.rollout_queue.queue import StalenessBoundedQueue
 
@@ -246,6 +248,39 @@ def test_failures_with_a_group_between_them_do_not_end_the_run():
     asyncio.run(scenario())
 
 
+def test_what_has_worked_before_gets_three_rounds_and_what_never_has_gets_one():
+    assert hopeless_after(16, has_worked=False) == 16
+    assert hopeless_after(16, has_worked=True) == 48
+    assert hopeless_after(1, has_worked=False) == hopeless_after(2, has_worked=True) == 6
+
+    async def failures_until_the_end(first_succeeds: bool) -> int:
+        queue = a_queue(per_step=4, bound=1)
+        if first_succeeds:
+            slot = await queue.reserve()
+            queue.fill(slot, group_of(slot.admission))
+        for count in itertools.count(1):
+            slot = await queue.reserve()
+            queue.fill(slot, failed(slot.admission, "no key"))
+            taking = asyncio.create_task(queue.take(4))
+            await settle()
+            if taking.done():
+                assert isinstance(taking.exception(), RolloutsError)
+                return count
+            taking.cancel()
+
+    assert asyncio.run(failures_until_the_end(first_succeeds=False)) == 8
+    assert asyncio.run(failures_until_the_end(first_succeeds=True)) == 24
+
+
+@pytest.mark.parametrize("per_step", [1, 2, 3, 8])
+@pytest.mark.parametrize("bound", [0, 1, 4])
+def test_a_run_in_which_everything_fails_ends_with_the_reason_before_it_stands_still(per_step, bound):
+    config = QueueConfig(prompts_per_step=per_step, max_staleness=bound, rollout_timeout_s=5, rollout_retries=2)
+    for has_worked in (False, True):
+        rounds = math.ceil(hopeless_after(config.num_slots, has_worked=has_worked) / config.num_slots)
+        assert rounds * 5 * 3 < config.stall_timeout_s
+
+
 @pytest.mark.parametrize(("per_step", "epochs"), [(3, 2), (4, 1), (2, 3)])
 def test_one_epoch_shows_every_prompt_once_and_the_data_ends_cleanly(per_step, epochs):
     async def scenario() -> list[str]:
@@ -302,8 +337,8 @@ def test_no_more_groups_are_admitted_than_the_run_needs_but_for_those_that_fail(
 
 
 def test_the_learner_waits_longer_than_one_prompt_may_take():
-    assert QueueConfig().stall_timeout_s == 1.5 * 600 * 2
-    assert QueueConfig(rollout_timeout_s=10, rollout_retries=3).stall_timeout_s == 1.5 * 10 * 4
+    assert QueueConfig().stall_timeout_s == 3.5 * 600 * 2
+    assert QueueConfig(rollout_timeout_s=10, rollout_retries=3).stall_timeout_s == 3.5 * 10 * 4
     assert QueueConfig(rollout_timeout_s=10, rollout_retries=3, stall_timeout_s=40).stall_timeout_s == 40
     with pytest.raises(ValueError, match=r"stall_timeout_s=39 .*rollout_timeout_s \* \(1 \+ rollout_retries\) = 40 s"):
         QueueConfig(rollout_timeout_s=10, rollout_retries=3, stall_timeout_s=39)

@@ -37,7 +37,7 @@ CONFIG = {
     "model": {"path": "SmolLM2-135M-Instruct"},
     "queue": {"max_staleness": 1, "prompts_per_step": 4},
 }
-NASTY = "end\x00of\ud800text\u2028\udfff\ud83d\ude00\x1b[31m</script>\r\n[bold]"
+NASTY = "end\x00of\ud800text\u2028\udfff\ud83d\ude00\x1b[31m\u202e\x9b31m</script>\r\n[bold]"
 
 
 def admission(index: int, **changes: object) -> Admission:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -380,3 +381,44 @@ def test_rollouts_are_found_by_step_group_and_sample(tmp_path):
     assert (failed.step, failed.ending, failed.reason) == (None, "failed", "the verifier's worker died twice")
     (waiting,) = run.rollouts(group=17, limit=1)
     assert waiting.ending is None and set(waiting.fates) == {Fate.IN_FLIGHT}
+
+
+@pytest.mark.parametrize("what", ["removed", "replaced", "moved away"])
+def test_a_folder_that_is_removed_or_replaced_while_it_is_written_is_named_soon(tmp_path, what):
+    folder = create_run_folder("x", directory=tmp_path / "mine")
+    store = SqliteStore.create(folder, config=CONFIG)
+    store.filled(group(0))
+    store.flush()
+    if what == "moved away":
+        folder.path.rename(tmp_path / "elsewhere")
+    else:
+        shutil.rmtree(folder.path)
+    if what == "replaced":
+        SqliteStore.create(create_run_folder("x", directory=tmp_path / "mine"), config=CONFIG).close()
+    with pytest.raises(RunFolderError, match=r"mine was removed or replaced while the run wrote it"):
+        store.filled(group(1))
+        store.flush()
+    with pytest.raises(RunFolderError):
+        store.close()
+
+
+def test_numbers_that_sqlite_cannot_hold_are_just_not_there(tmp_path):
+    with RunReader(make_run(tmp_path).path) as run:
+        for number in (10**30, -(10**30)):
+            assert list(run.rollouts(step=number)) == list(run.rollouts(group=number, sample=number)) == []
+            assert run.consumption(number) == run.evaluations(version=number) == []
+            for ask in (run.batch, run.group, run.admission):
+                with pytest.raises(KeyError):
+                    ask(number)
+
+
+def test_a_damaged_store_is_a_message(tmp_path):
+    folder = make_run(tmp_path)
+    data = bytearray(folder.store.read_bytes())
+    data[8192:] = os.urandom(len(data) - 8192)
+    folder.store.write_bytes(data)
+    with (
+        pytest.raises(RunFolderError, match=r"store\.sqlite (is damaged|cannot be read)"),
+        RunReader(folder.path) as run,
+    ):
+        list(run.rollouts())

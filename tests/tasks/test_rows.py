@@ -11,6 +11,8 @@ import pytest
 
 from nearpolicy.errors import DataError
 from nearpolicy.models.tokenizer import Renderer, byte_tokenizer
+from nearpolicy.tasks import patterns
+from nearpolicy.tasks.check import Reads
 from nearpolicy.tasks.config import TaskConfig
 from nearpolicy.tasks.mixture import TaskData, load_mixture, load_task
 from nearpolicy.tasks.sources import read_rows
@@ -96,6 +98,66 @@ def test_compressed_rows_are_rows_and_a_broken_file_is_named(data, tmp_path):
     packed.write_bytes(packed.read_bytes()[:-9])
     with pytest.raises(DataError, match=r"rows\.jsonl\.gz: cannot be read"):
         read_rows(config(packed).source)
+
+
+def test_a_corrupted_compressed_file_is_named_with_the_last_row_that_could_be_read(tmp_path):
+    packed = tmp_path / "rows.jsonl.gz"
+    good = gzip.compress("".join(json.dumps(row) + "\n" for row in rows("a", "b")).encode())
+    bad = bytearray(good)
+    bad[10] = 0b111  # a kind of block that does not exist
+    packed.write_bytes(good + bad)
+    with pytest.raises(DataError, match=r"rows\.jsonl\.gz: cannot be read beyond row 2: error: .*invalid block type"):
+        read_rows(config(packed).source)
+
+
+@pytest.mark.parametrize("depth", [101, 5000, 200_000])
+def test_a_row_nested_without_end_is_named(data, depth):
+    with pytest.raises(DataError, match=r"row 2: lists and objects lie more than 100 deep in one another"):
+        data([*rows("a"), '{"prompt": "b", "answer": 1, "x": ' + "[" * depth + "]" * depth + "}\n"])
+
+
+def test_many_brackets_side_by_side_are_no_depth(data):
+    assert len(data([{"prompt": "a", "answer": 1, "x": [[]] * 500}]).training) == 1
+
+
+def test_half_a_character_is_named_with_its_row(data):
+    for broken in ({"prompt": "b\ud800", "answer": 1}, {"prompt": "b", "answer": "\udfff"}):
+        with pytest.raises(
+            DataError, match=r"rows\.jsonl row 2: the (question|answer) holds \\ud\w+, half of a character"
+        ):
+            data([*rows("a"), broken], answer_column="answer")
+
+
+def test_a_pattern_that_never_ends_is_named_with_the_row_it_hangs_on(data, monkeypatch):
+    monkeypatch.setattr(patterns, "LIMIT_S", 0.5)
+    hard = "a" * 60 + "!"
+    with pytest.raises(DataError, match=r"rows\.jsonl row 2: match '\(a\|aa\)\+\$': no answer after 0\.5 s"):
+        data(rows("a", hard), match="(a|aa)+$")
+    extract = {"cut": {"column": "prompt", "pattern": "(a|aa)+$"}}
+    with pytest.raises(DataError, match=r"row 2 column `prompt`: extract\.cut\.pattern '.*': no answer after 0\.5 s"):
+        data(rows("a", hard), extract=extract)
+
+
+def test_what_a_pattern_finds_is_what_pythons_re_finds(data):
+    loaded = data(rows("x {e<=1} 5", "x y 5", "none"), match=r"x \{e<=1}|y")
+    assert [prompt.columns["prompt"] for prompt in loaded.training] == ["x {e<=1} 5", "x y 5"]
+    assert loaded.skipped == {"no match": 1}
+    extract = {"last": {"column": "prompt", "pattern": r"(\d)\d*"}, "whole": {"column": "prompt", "pattern": r"\d+"}}
+    made = data(rows("12 and 34", "none"), extract=extract)
+    assert [(p.columns["last"], p.columns["whole"]) for p in made.training] == [("3", "34"), (None, None)]
+
+
+def test_rows_that_a_reward_cannot_read_are_named(tmp_path):
+    def unfit(reward, given):
+        return [(place, "answer", "is odd") for place, row in enumerate(given) if int(row["answer"]) % 2]
+
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows(*"abcd")))
+    with pytest.raises(DataError) as error:
+        load_task(config(file), seed=0, renderer=None, max_prompt_length=None, reads=Reads(unfit=unfit))
+    assert str(error.value).splitlines() == [
+        f"task t: {file} row {number} column `answer`: is odd (reward number)" for number in (2, 4)
+    ]
 
 
 def test_missing_and_empty_files_are_named(data, tmp_path):

@@ -10,11 +10,12 @@ import pytest
 from synthetic_run import CONFIG, NASTY, group, make_run
 
 from nearpolicy.errors import UserError
-from nearpolicy.launch.inspect import _in_the_loss, command, inspect_held_out, inspect_run, runs, visible
+from nearpolicy.launch.inspect import _in_the_loss, command, inspect_held_out, inspect_run, runs
 from nearpolicy.records import Prompt, Row
 from nearpolicy.store.folder import create_run_folder
 from nearpolicy.store.schema import prompt_text
 from nearpolicy.store.writer import SqliteStore
+from nearpolicy.visible import visible
 
 
 def test_people_see_text_rewards_versions_mask_advantage_and_fate(tmp_path, capsys):
@@ -101,7 +102,7 @@ def test_text_that_no_terminal_takes_is_shown_escaped(tmp_path, capsys, as_json)
         store.filled(replace(plain, rollouts=(replace(plain.rollouts[0], text=NASTY),)))
     inspect_run(folder.path, as_json=as_json)
     shown = capsys.readouterr().out
-    assert "\x1b[31m" not in shown and "\x00" not in shown and "\\ud800" in shown
+    assert not {"\x1b", "\x00", "\x9b", "\u202e"} & set(shown) and "\\ud800" in shown
     assert not as_json or json.loads(shown)["completion"].encode("utf-16", "surrogatepass") == NASTY.encode(
         "utf-16", "surrogatepass"
     )
@@ -109,7 +110,15 @@ def test_text_that_no_terminal_takes_is_shown_escaped(tmp_path, capsys, as_json)
 
 def test_equal_neighbours_are_counted():
     assert runs([3, 3, 3, 4]) == "3×3 4×1" and runs([]) == ""
+
+
+def test_text_that_would_turn_hide_or_command_is_seen_and_does_nothing():
     assert visible("a\tb\n\x1b\u2028é") == "a\tb\n\\x1b\u2028é"
+    assert visible("\x9b31m\r\x7f") == "\\x9b31m\\r\\x7f"
+    assert visible("1\u202e2\u2066\u200f") == "1\\u202e2\\u2066\\u200f"
+    assert visible("half \ud800, tag \U000e0041") == "half \\ud800, tag \\U000e0041"
+    family = "👩‍👩‍👧 ñ 漢 العربية"
+    assert visible(family) == family
 
 
 def test_a_prompt_reads_the_same_wherever_it_is_shown():

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from synthetic_run import make_run
 
+from nearpolicy.errors import RunFolderError
+from nearpolicy.launch.report import write_report
 from nearpolicy.store.reader import RunReader
 from nearpolicy.telemetry.metrics import METRICS, Mean, MetricsWriter, unknown_names
 
@@ -101,3 +103,21 @@ def test_names_are_canonical_or_found_out(tmp_path):
     bad = ["reward/avg", "loss", "evaluation/accuracy", "Reward/mean"]
     assert unknown_names(good + bad) == bad
     assert all(meaning for meaning in METRICS.values())
+
+
+@pytest.mark.parametrize(
+    "line", [b"{", b"\xff", b"[1]", b"5", b"{}", b'{"step": "x"}', b'{"step": 1, "not_finite": 3}', b"[" * 10_000]
+)
+def test_a_broken_line_inside_is_named_by_its_number(tmp_path, line):
+    folder = make_run(tmp_path)
+    lines = folder.metrics.read_bytes().splitlines(keepends=True)
+    folder.metrics.write_bytes(b"".join([*lines[:2], line + b"\n", *lines[2:]]))
+    with pytest.raises(RunFolderError, match=r"metrics\.jsonl line 3 is not a line of metrics .*; remove that line"):
+        write_report(folder.path)
+
+
+def test_a_broken_summary_is_named(tmp_path):
+    folder = make_run(tmp_path)
+    folder.summary.write_text("{")
+    with pytest.raises(RunFolderError, match=r"summary\.json cannot be read: .*; remove it"):
+        write_report(folder.path)

@@ -107,7 +107,9 @@ def test_what_a_model_writes_is_text_and_never_markup(tmp_path):
             plain = group(step)
             groups = [replace(plain, rollouts=tuple(replace(rollout, text=NASTY) for rollout in plain.rollouts))]
             store.consumed(batch(step, groups), StepReport(version=1, updates=1, metrics={}), trained(groups))
-    page = Page(write_report(folder.path).read_text(encoding="utf-8"))
+    text = write_report(folder.path).read_text(encoding="utf-8")
+    page = Page(text)
+    assert not {"\u202e", "\x9b", "\x1b", "\x00"} & set(text)
     assert "\\ud800text" in page.text and "end\u2400of" in page.text and "</script>" in page.text
     assert [tag for tag, _ in page.tags].count("script") == 2
 

@@ -16,6 +16,7 @@ from nearpolicy.verifier.config import FunctionReward, NumberReward
 from nearpolicy.verifier.functions import (
     RewardFunctionError,
     Shape,
+    failure,
     number_verdict,
     packed,
     prepare,
@@ -239,3 +240,13 @@ def test_function_that_cannot_travel_is_refused_and_told_the_way_out():
 
     with pytest.raises(RewardFunctionError, match=r"'mine' cannot travel .*verifier\.in_process: true"):
         packed(prepared(reward))
+
+
+def test_an_exception_whose_text_raises_is_a_failed_verdict_too():
+    class Mute(Exception):
+        def __str__(self):
+            raise ValueError("no text")
+
+    verdict = failure(Mute())
+    assert (verdict.outcome, verdict.reason) == (Outcome.FAILED, "the function raised Mute: its text cannot be had")
+    assert len(failure(ValueError("x" * 10_000_000)).reason) < 500

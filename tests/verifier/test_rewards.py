@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from decimal import Decimal
@@ -10,8 +11,9 @@ import pytest
 import reasoning_gym
 from pydantic import TypeAdapter, ValidationError
 
+from nearpolicy.bounded import Answer
 from nearpolicy.records import Outcome
-from nearpolicy.verifier import rewards
+from nearpolicy.verifier import reading, rewards
 from nearpolicy.verifier.config import (
     ExactMatchReward,
     FunctionReward,
@@ -24,6 +26,7 @@ from nearpolicy.verifier.config import (
     VerifierConfig,
     reward_weights,
 )
+from nearpolicy.verifier.reading import unfit
 from nearpolicy.verifier.rewards import Sample, find_numbers, score
 
 
@@ -166,7 +169,9 @@ def test_a_completion_that_math_verify_cannot_read_is_wrong_not_a_failure(text):
 
 def test_control_of_math_verify_passes_its_own_reward():
     for answer in ("5", r"\frac{1}{7}", r"$x^2$", "3/4"):
-        assert value(MathVerifyReward(), rewards.control(MathVerifyReward(), {"answer": answer}), answer=answer) == 1.0
+        assert (
+            value(MathVerifyReward(), rewards.controls(MathVerifyReward(), {"answer": answer})[0], answer=answer) == 1.0
+        )
 
 
 # reasoning-gym
@@ -182,7 +187,7 @@ def test_reasoning_gym_scores_with_the_data_sets_own_function():
     tagged = ReasoningGymReward(answer_tag="answer")
     assert value(tagged, f"<answer>1</answer> no, <answer> {entry['answer']} </answer>!", **columns) == 1.0
     assert value(tagged, entry["answer"], **columns) == data.score_answer(None, entry) != 1.0
-    assert value(tagged, rewards.control(tagged, columns), **columns) == 1.0
+    assert value(tagged, rewards.controls(tagged, columns)[0], **columns) == 1.0
 
 
 def test_reasoning_gym_scores_by_the_settings_of_its_generator():
@@ -240,3 +245,62 @@ def test_scoring_loads_neither_torch_nor_transformers():
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+# Rows at fault are found before a run
+
+
+@pytest.mark.parametrize("answer", ["word", "", "3/4", "1e9999", "nan", "1.2.3", True, [1], {}, "5 apples"])
+def test_an_answer_that_is_no_number_is_found_before_a_run(answer):
+    [(place, column, wrong)] = unfit(NumberReward(answer_column="gold"), [{"gold": "5"}, {"gold": answer}])
+    assert (place, column) == (1, "gold")
+    assert "which is not a number" in wrong
+    assert score(NumberReward(answer_column="gold"), sample("5", gold=answer)).outcome is Outcome.FAILED
+
+
+def test_an_answer_that_is_a_number_in_any_spelling_is_none():
+    answers = ["5", " 5 ", "-1,234.50", ".5", 5, 5.0, "1.5e3", "\u22127", "+5", "007"]
+    assert list(unfit(NumberReward(), [{"answer": answer} for answer in answers])) == []
+
+
+@pytest.mark.parametrize(
+    ("metadata", "wrong"),
+    [
+        ("word", "no JSON"),
+        ("[" * 100_000, "no JSON"),
+        ("[1]", "where the metadata of an entry should be"),
+        (7, "where the metadata of an entry should be"),
+        ({}, "does not name its data set"),
+        ({"source_dataset": 3}, "does not name its data set"),
+        ({"source_dataset": "chain_sums"}, "no data set 'chain_sums'; did you mean 'chain_sum'"),
+    ],
+)
+def test_metadata_that_name_no_data_set_are_found_before_a_run(metadata, wrong):
+    rows = [{"metadata": {"source_dataset": "chain_sum"}}, {"metadata": metadata}]
+    [(place, column, found)] = unfit(ReasoningGymReward(), rows)
+    assert (place, column) == (1, "metadata") and wrong in found
+
+
+def test_params_that_the_data_set_refuses_are_found_before_a_run():
+    rows = [{"metadata": json.dumps({"source_dataset": "chain_sum"})}]
+    [(_, _, found)] = unfit(ReasoningGymReward(params={"min_termz": 3}), rows)
+    assert "refuses the reward's params" in found
+
+
+def test_answers_that_math_verify_cannot_read_are_found_before_a_run_each_once():
+    answers = ["5", r"\frac{1}{2}", "", "1/2", "9" * 5000, "-3.5", "", "x^2"]
+    found = list(unfit(MathVerifyReward(), [{"answer": answer} for answer in answers]))
+    assert [(place, column) for place, column, _ in found] == [(2, "answer")]
+    assert "math-verify finds nothing to compare with" in found[0][2]
+
+
+def test_of_very_many_expressions_some_are_looked_at_evenly_unless_every_row_is_asked_for(monkeypatch):
+    seen = []
+    monkeypatch.setattr(reading, "MOST_EXPRESSIONS", 10)
+    monkeypatch.setattr(reading, "bounded", lambda _, __, texts, **___: [seen.append(t) or Answer() for t in texts])
+    rows = [{"answer": f"x^{{{n}}}"} for n in range(95)] + [{"answer": str(n)} for n in range(1000)]
+    assert list(unfit(MathVerifyReward(), rows)) == []
+    assert seen == [f"x^{{{n}}}" for n in range(0, 95, 10)]
+    seen.clear()
+    assert list(unfit(MathVerifyReward(), rows, every_row=True)) == []
+    assert len(seen) == 95

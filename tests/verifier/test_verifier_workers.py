@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,15 +15,17 @@ from pathlib import Path
 
 import pytest
 
+from nearpolicy.errors import VerifierError
 from nearpolicy.records import Outcome, Prompt, Rollout
 from nearpolicy.verifier.config import FunctionReward, MathVerifyReward, RegexReward, VerifierConfig
 from nearpolicy.verifier.functions import RewardFunctionError
 from nearpolicy.verifier.rewards import Sample
 from nearpolicy.verifier.service import VerifierService
-from nearpolicy.verifier.workers import judge
+from nearpolicy.verifier.workers import HOPELESS_CALLS, judge
 
 SUBMISSION = Sample(text="submission", columns={}, completion_ids=[], task="t")
 CONTROL = Sample(text="control", columns={}, completion_ids=[], task="t")
+ANOTHER = Sample(text="another", columns={}, completion_ids=[], task="t")
 TOWER = r"\boxed{9^{9^{9^{9}}}}"
 
 
@@ -30,13 +33,15 @@ def scored(value):
     return {"status": "verdict", "outcome": "scored", "value": value, "parts": {}, "reason": "", "seconds": 0.1}
 
 
-def after_time_limit(check, control=CONTROL):
-    """The verdict of a submission that ran into its limit, when the control run gives this answer."""
+def after_time_limit(check, controls=(CONTROL,), another=None):
+    """The verdict of a submission that ran into its limit, when the control runs give these answers."""
 
     async def ask(sample):
-        return check if sample is not SUBMISSION else {"status": "limit", "limit": "time_limit", "seconds": 2.0}
+        if sample is SUBMISSION:
+            return {"status": "limit", "limit": "time_limit", "seconds": 2.0}
+        return another if sample is ANOTHER else check
 
-    return asyncio.run(judge(ask, SUBMISSION, control))
+    return asyncio.run(judge(ask, SUBMISSION, controls))
 
 
 @contextlib.asynccontextmanager
@@ -97,7 +102,79 @@ def test_time_limit_is_a_failure_if_the_control_run_does_not_pass(check):
 
 
 def test_time_limit_without_a_control_run_is_a_failure():
-    assert after_time_limit(scored(1.0), control=None).outcome is Outcome.FAILED
+    assert after_time_limit(scored(1.0), controls=()).outcome is Outcome.FAILED
+
+
+@pytest.mark.parametrize(
+    ("another", "outcome"),
+    [
+        (scored(0.0), Outcome.SCORED),
+        ({**scored(None), "outcome": "failed", "reason": "not readable"}, Outcome.SCORED),
+        ({"status": "limit", "limit": "time_limit", "seconds": 2.0}, Outcome.FAILED),
+        ({"status": "died", "message": "killed"}, Outcome.FAILED),
+    ],
+)
+def test_time_limit_is_a_failure_if_the_right_answer_cannot_be_compared_with_another_one(another, outcome):
+    assert after_time_limit(scored(1.0), controls=(CONTROL, ANOTHER), another=another).outcome is outcome
+
+
+def test_a_right_answer_that_cannot_be_computed_is_not_held_against_the_completion():
+    async def run():
+        async with verifying(MathVerifyReward(), timeout_s=2) as service:
+            return (await score(service, r"\boxed{5}", answer=TOWER))["math_verify"]
+
+    verdict = asyncio.run(run())
+    assert (verdict.outcome, verdict.value) == (Outcome.FAILED, None)
+    assert "nor could the right answer be compared with another one (time_limit)" in verdict.reason
+
+
+# Rewards that never answer
+
+
+def hangs(completions):
+    time.sleep(1000)
+
+
+def dies(completions):
+    os._exit(3)
+
+
+def hangs_now_and_then(completions):
+    if completions == ["slow"]:
+        time.sleep(1000)
+    return [1.0]
+
+
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [(hangs, r"the last: time_limit after 0\.2 s\. Mend it, or raise verifier\.timeout_s"), (dies, "status 3")],
+)
+def test_a_reward_that_never_answers_ends_the_run_soon_with_its_name(reward, says):
+    async def run():
+        functions = {f"here:{reward.__name__}": reward}
+        async with verifying(function(reward.__name__), functions=functions, timeout_s=0.2, retries=0) as service:
+            for calls in range(1, 20):
+                try:
+                    verdicts = await score(service, "a")
+                except VerifierError as error:
+                    return calls, str(error)
+                assert verdicts[reward.__name__].outcome is Outcome.FAILED
+
+    calls, message = asyncio.run(run())
+    assert calls == HOPELESS_CALLS
+    assert re.search(rf"^reward '{reward.__name__}' of task 't' answered none of its first 8 calls, .*{says}", message)
+
+
+def test_a_reward_that_has_answered_once_costs_no_more_than_its_groups():
+    async def run():
+        functions = {"here:hangs_now_and_then": hangs_now_and_then}
+        reward = function("hangs_now_and_then")
+        async with verifying(reward, functions=functions, timeout_s=0.1, workers=1) as service:
+            texts = ["slow", "quick", *["slow"] * (HOPELESS_CALLS + 2)]
+            return [(await score(service, text))["hangs_now_and_then"].outcome for text in texts]
+
+    found = asyncio.run(run())
+    assert found == [Outcome.FAILED, Outcome.SCORED, *[Outcome.FAILED] * (HOPELESS_CALLS + 2)]
 
 
 # K38
