@@ -32,7 +32,7 @@ OBJECTIVES: Mapping[str, Mapping[str, Any]] = {
     "sequence_mask 3": {"loss": "pg", "correction": "sequence_mask"},
     "geometric_mask 0.99-1.01": {"loss": "pg", "correction": "geometric_mask"},
     "vtrace 1, 1": {"loss": "pg", "advantage": "vtrace"},
-    "full weights": {"loss": "pg", "correction": "sequence_truncate", "correction_cap": 1e30},
+    "full weights": {"loss": "pg", "correction": "sequence_truncate", "correction_cap": 1e20},
 }
 """All with one update per step, where the clipped losses have the gradient of `pg` under their correction."""
 

@@ -184,7 +184,7 @@ def full_importance_sampling(objective: ObjectiveConfig) -> ObjectiveConfig:
     elif objective.advantage != "teacher":
         kept |= {key: getattr(objective, key) for key in ("advantage", "scale_rewards", "pass_k", "gamma")}
     return ObjectiveConfig(
-        loss="pg", correction="sequence_truncate", correction_cap=1e30, loss_agg=objective.loss_agg, **kept
+        loss="pg", correction="sequence_truncate", correction_cap=1e20, loss_agg=objective.loss_agg, **kept
     )
 
 

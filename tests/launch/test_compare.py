@@ -87,7 +87,7 @@ def test_older_data_has_a_smaller_effective_sample_and_the_correction_less_bias_
         capsys,
         recording,
         "correction=none",
-        "loss=pg,correction=sequence_truncate,correction_cap=1e30",
+        "loss=pg,correction=sequence_truncate,correction_cap=1e20",
         at=0,
         weights=4,
     )
