@@ -28,7 +28,7 @@ from nearpolicy.models.device import pick_device
 from nearpolicy.models.loading import load_policy, resolve
 from nearpolicy.models.numerics import FAST, Numerics, probe_model
 from nearpolicy.models.policy import PolicyModel
-from nearpolicy.models.tokenizer import Renderer, generation_stop_ids, load_tokenizer
+from nearpolicy.models.tokenizer import Renderer, generation_stop_ids, load_tokenizer, vocabulary_size
 from nearpolicy.objectives.objective import Objective
 from nearpolicy.roles import Generator, Sampling, Verifier
 from nearpolicy.tasks.mixture import Mixture
@@ -52,7 +52,8 @@ class Language:
         """Tokenizer and data of a recipe; every bad row is an error here. ``folder`` replaces the recipe's model."""
         folder = folder or resolve(config.model.path, config.model.init, config.model.seed)
         tokenizer = load_tokenizer(config.model.tokenizer or str(folder))
-        renderer = Renderer(tokenizer, stop_token_ids=generation_stop_ids(folder))
+        stops, vocabulary = generation_stop_ids(folder), vocabulary_size(folder)
+        renderer = Renderer(tokenizer, stop_token_ids=stops, vocabulary=vocabulary)
         mixture = load_data(config, functions, renderer)
         wanted = config.sampling
         sampling = Sampling(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,7 +36,7 @@ def command(
         raise ConfigError(
             f"{recipe}: no task holds out questions, so there is nothing to evaluate; set tasks.0.held_out"
         )
-    if checkpoint is not None and not (checkpoint / "config.json").is_file():
+    if checkpoint is not None and not os.path.isfile(checkpoint / "config.json"):  # a name too long is no file either
         raise ModelError(f"--checkpoint {checkpoint} is not a Hugging Face model folder (it has no config.json)")
     samples = asyncio.run(evaluate(config, checkpoint))
     for sample in samples[:show]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -83,9 +84,15 @@ def _tried(options: Mapping[str, Any], least_vocabulary: int, seed: int) -> Any:
     config = AutoConfig.for_model(**options)
     if config.vocab_size < least_vocabulary:
         raise ModelError(f"model.init.vocab_size is {config.vocab_size}; the byte tokenizer needs {least_vocabulary}")
+    if config.get_text_config() is not config:
+        raise ModelError(
+            f"model.path 'random:{config.model_type}' has several parts with sizes of their own, which model.init does "
+            f"not reach; name a family of text alone, such as random:{config.get_text_config().model_type}"
+        )
     for size in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
         if getattr(config, size, 1) < 1:
             raise ModelError(f"model.init.{size} is {getattr(config, size)}; a model needs at least 1")
+    _refuse_larger_than_memory(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
@@ -94,3 +101,17 @@ def _tried(options: Mapping[str, Any], least_vocabulary: int, seed: int) -> Any:
     if not torch.isfinite(logits).all():
         raise ModelError("model.init makes a model whose outputs are not finite numbers; change it")
     return model
+
+
+def _refuse_larger_than_memory(config: Any) -> None:
+    """A family may have sizes that model.init says nothing of; the system would kill whoever makes such a model."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        needed = 4 * sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > have:
+        raise ModelError(
+            f"model.path 'random:{config.model_type}' would take {needed / 2**20:,.0f} MB and this machine has "
+            f"{have / 2**20:,.0f} MB; set smaller sizes in model.init"
+        )

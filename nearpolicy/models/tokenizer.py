@@ -34,9 +34,17 @@ _BYTE_TEMPLATE = (
 class Renderer:
     """Turns prompts into token ids and sampled token ids into text."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, stop_token_ids: Iterable[int] = ()):
-        """``stop_token_ids``: end tokens the model declares beside the tokenizer's own (`generation_stop_ids`)."""
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        stop_token_ids: Iterable[int] = (),
+        vocabulary: int | None = None,
+    ):
+        """``stop_token_ids``: end tokens the model declares beside the tokenizer's own (`generation_stop_ids`).
+        ``vocabulary``: tokens the model knows; text that needs another one is refused."""
         self.tokenizer = tokenizer
+        self._vocabulary = vocabulary
         own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys([*own, *(int(id) for id in stop_token_ids)]))
         """Any of these ends a completion."""
@@ -65,12 +73,20 @@ class Renderer:
             )
         else:
             ids = self.tokenizer(prompt.text)["input_ids"]
-        return np.asarray(self._with_one_begin_token(list(ids)), dtype=np.int32)
+        return self._known(self._with_one_begin_token(list(ids)))
 
     def answer_ids(self, answer: str) -> np.ndarray:
         """[T] int32: a given answer as the model should have sampled it, its end token included."""
         ids = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
-        return np.asarray([*ids, *self.stop_token_ids[:1]], dtype=np.int32)
+        return self._known([*ids, *self.stop_token_ids[:1]])
+
+    def _known(self, ids: list[int]) -> np.ndarray:
+        if self._vocabulary is not None and ids and max(ids) >= self._vocabulary:
+            raise ModelError(
+                f"the tokenizer gives the token {max(ids)}, and the model has 0 to {self._vocabulary - 1}; set "
+                "model.tokenizer to the one that the model was trained with"
+            )
+        return np.asarray(ids, dtype=np.int32)
 
     def decode(self, ids: Sequence[int], *, stop: Sequence[str] = ()) -> str:
         """The text of a completion without its stop token, up to the first of the ``stop`` strings.
@@ -99,11 +115,19 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path)
+        folder = Path(path).expanduser()
+        return AutoTokenizer.from_pretrained(folder if folder.is_dir() else _fetched(path))
     except Exception as error:  # broken files make the libraries behind it raise all kinds
         raise ModelError(
             f"no tokenizer at {path}: {described(error)}; set model.tokenizer to a folder, a hub id or `bytes`"
         ) from None
+
+
+def _fetched(path: str) -> str:
+    """The folder of a hub id. AutoTokenizer alone would ask a hub that is out of reach for minutes."""
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(path, allow_patterns=["*.json", "*.txt", "*.jinja", "*.model"])
 
 
 def generation_stop_ids(folder: str | Path) -> tuple[int, ...]:
@@ -114,6 +138,13 @@ def generation_stop_ids(folder: str | Path) -> tuple[int, ...]:
         if file.is_file():
             found += _end_tokens(file)
     return tuple(dict.fromkeys(found))
+
+
+def vocabulary_size(folder: str | Path) -> int | None:
+    """Tokens that a model folder's config says the model has; None where it leaves that to its family."""
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    size = config.get("text_config", config).get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 def _end_tokens(file: Path) -> list[int]:

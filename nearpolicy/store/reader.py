@@ -11,6 +11,7 @@ rollouts come back as the records that were written, arrays bit for bit.
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -342,8 +343,8 @@ def _bindable(number: int | None) -> int | None:
 
 def check_store(folder: RunFolder) -> sqlite3.Connection:
     """A read-only connection to a store that this version understands; else `RunFolderError`."""
-    if not folder.store.is_file():
-        what = "holds no store.sqlite" if folder.path.is_dir() else "is not a folder"
+    if not os.path.isfile(folder.store):  # unlike `Path.is_file` it takes a name that no file can have
+        what = "holds no store.sqlite" if os.path.isdir(folder.path) else "is not a folder"
         raise RunFolderError(f"{folder.path} is not a run: it {what}. Name a run folder, such as runs/demo-1")
     try:
         connection = _connect_read_only(folder.store)

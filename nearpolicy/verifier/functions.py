@@ -36,6 +36,8 @@ from nearpolicy.verifier.rewards import Sample
 
 _TRL_OURS = ("prompts", "completions", "completion_ids")
 _VERL_OURS = ("data_source", "solution_str", "ground_truth", "extra_info")
+LARGEST_SCORE = 1e20
+"""Scores are weighted, added and squared, and advantages are held in single precision."""
 _NONE_AT_HAND: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 
 
@@ -151,6 +153,8 @@ def number_verdict(value: Any, **parts: float) -> Verdict:
         number = math.inf
     if not math.isfinite(number):
         return Verdict.failed(f"the function returned {_shown(value)}, which is not a finite number")
+    if abs(number) > LARGEST_SCORE:
+        return Verdict.failed(f"the function returned {number:g}; beyond {LARGEST_SCORE:g} sums lose their meaning")
     return Verdict.scored(number, **parts)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 from nearpolicy.config import load_recipe
 from nearpolicy.launch import cli
 from nearpolicy.launch.train import closing_words
+from nearpolicy.models.loading import resolve
 from nearpolicy.records import Fate
 from nearpolicy.store.folder import SUMMARY_KEYS
 from nearpolicy.store.reader import RunReader
@@ -294,6 +296,38 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded(recipe, tmp_path,
 
 def test_a_recipe_that_is_not_there_is_refused_by_name(tmp_path):
     refused(command_line("train", tmp_path / "none.yaml"), "none.yaml", "cannot be read")
+
+
+def test_a_name_that_no_file_can_have_is_a_message_in_every_command(recipe):
+    long = "a" * 300
+    for arguments in (("inspect", long), ("report", long), ("check", long), ("eval", recipe, "--checkpoint", long)):
+        refused(command_line(*arguments), long)
+
+
+def test_a_reward_function_of_the_wrong_shape_leaves_no_folder(recipe, tmp_path):
+    (tmp_path / "mine.py").write_text("def score(a, b): return 1.0\n")
+    reward = f"tasks.0.rewards=[{{kind: function, path: '{tmp_path / 'mine.py'}:score'}}]"
+    refused(command_line("train", recipe, reward, f"run.dir={tmp_path / 'run'}"), "fits neither shape")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_broken_model_folder_leaves_no_run_folder(recipe, tmp_path):
+    whole = resolve("random:llama")
+    for name, damage in (
+        ("no-weights", lambda folder: (folder / "model.safetensors").unlink()),
+        ("unknown", lambda folder: change(folder / "config.json", model_type="nosuch")),
+        ("more-layers", lambda folder: change(folder / "config.json", num_hidden_layers=5)),
+        ("end-token", lambda folder: change(folder / "generation_config.json", eos_token_id="x")),
+    ):
+        folder = Path(shutil.copytree(whole, tmp_path / name))
+        damage(folder)
+        options = ("model.init={}", f"model.path={folder}", f"run.dir={tmp_path / 'run'}")
+        refused(command_line("train", recipe, *options), name)
+        assert not (tmp_path / "run").exists()
+
+
+def change(file: Path, **values: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
 # Ctrl-C.

@@ -97,6 +97,15 @@ def test_options_that_make_no_model_are_refused_in_one_line_and_leave_nothing(in
     assert not any((tmp_path / "models").iterdir())
 
 
+def test_a_family_whose_sizes_model_init_does_not_reach_is_refused_before_it_fills_the_memory(monkeypatch, tmp_path):
+    monkeypatch.setenv("NEARPOLICY_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match=r"several parts with sizes of their own.* random:llama4_text"):
+        loading.resolve("random:llama4")
+    with pytest.raises(ModelError, match=r"random:llama' would take [\d,]+ MB and this machine has"):
+        loading.resolve("random:llama", {"vocab_size": 999_999_999})
+    assert not any((tmp_path / "models").iterdir())
+
+
 @pytest.fixture
 def broken(tmp_path):
     """A copy of a tiny model's folder, to be damaged."""

@@ -117,3 +117,13 @@ def test_end_tokens_are_read_from_the_model_folder(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 11]}')
     (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
     assert generation_stop_ids(tmp_path) == (2, 11)
+
+
+def test_a_token_that_the_model_does_not_know_is_refused_with_both_numbers():
+    renderer = Renderer(byte_tokenizer(), vocabulary=100)
+    small = Prompt(id="p", task="t", messages=None, text="")
+    with pytest.raises(ModelError, match=r"gives the token 256, and the model has 0 to 99; set model\.tokenizer"):
+        renderer.prompt_ids(small)  # the begin token
+    with pytest.raises(ModelError, match=r"gives the token 257"):
+        renderer.answer_ids("A")  # the end token
+    assert Renderer(byte_tokenizer(), vocabulary=258).answer_ids("A").tolist() == [65, 257]

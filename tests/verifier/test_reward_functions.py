@@ -164,6 +164,7 @@ def test_arrays_are_lists_of_scores():
         (float("nan"), Outcome.FAILED, None),
         (np.float64("inf"), Outcome.FAILED, None),
         (10**400, Outcome.FAILED, None),
+        (-1e308, Outcome.FAILED, None),
         ("0.5", Outcome.FAILED, None),
         ([0.5], Outcome.FAILED, None),
         (np.array([0.5]), Outcome.FAILED, None),
