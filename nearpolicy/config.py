@@ -35,8 +35,8 @@ MOST_SLOTS = 100_000
 MOST_COMPLETIONS = 10_000_000
 LARGEST_WHOLE = 10**9
 """For every whole number that is no seed."""
-SMALLEST = 1e-30
-"""For every other number that is not 0; its inverse is the largest."""
+SMALLEST, LARGEST = 1e-30, 1e30
+"""For every other number that is not 0."""
 LONGEST_RECIPE = 1_000_000
 """Bytes."""
 MOST_VALUES = 20_000
@@ -217,8 +217,8 @@ def _out_of_range(value: Any, path: tuple[Any, ...]) -> Iterator[str]:
             yield from _out_of_range(inside, (*path, place))
     elif isinstance(value, int) and "seed" not in path and abs(value) > LARGEST_WHOLE:
         yield f"{'.'.join(map(str, path))} is {_shown(value)}; use at most {LARGEST_WHOLE:,}"
-    elif isinstance(value, float) and value and not SMALLEST <= abs(value) <= 1 / SMALLEST:
-        yield f"{'.'.join(map(str, path))} is {value:g}; use 0 or something between {SMALLEST:g} and {1 / SMALLEST:g}"
+    elif isinstance(value, float) and value and not SMALLEST <= abs(value) <= LARGEST:
+        yield f"{'.'.join(map(str, path))} is {value:g}; use 0 or something between {SMALLEST:g} and {LARGEST:g}"
 
 
 def _idle_settings(config: RunConfig) -> Iterator[str]:
