@@ -264,7 +264,8 @@ def _memory(config: RunConfig, shape: ModelShape | None) -> Lines:
         yield owner, f"{size:,.0f} MB" if size >= 10 else f"{size:.1f} MB"
     yield "libraries", f"{LIBRARIES_MB} MB"
     yield "largest micro-batch", f"{largest_microbatch(config):,} tokens"
-    yield "together", f"at most about {peak_memory_mb(config, shape):,.0f} MB, a tenth for the allocator included"
+    together = f"about {peak_memory_mb(config, shape):,.0f} MB with prompts and completions of full length"
+    yield "together", f"{together}, a tenth for the allocator included"
     if (free := available_memory_mb()) is not None:
         yield "free now", f"{free:,.0f} MB"
     if (warning := memory_warning(config, shape)) is not None:

@@ -197,7 +197,8 @@ def _activations_mb(config: RunConfig, shape: ModelShape) -> float:
 
 
 def peak_memory_mb(config: RunConfig, shape: ModelShape) -> float:
-    """Peak memory of a run at most: libraries and what the owners hold, and a tenth for what the allocator keeps.
+    """Peak memory of a run with prompts and completions of full length: libraries, what the owners hold, and a tenth
+    for what the allocator keeps.
 
     The rule gives 4,558 MB for recipes/demo.yaml, where 4,459 to 4,677 were measured (docs/results/demo.md), and
     531 MB for recipes/tiny.yaml, where 467 were.
