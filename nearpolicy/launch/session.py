@@ -46,6 +46,9 @@ _STOPS = (UserError, SystemExit, KeyboardInterrupt, asyncio.CancelledError)
 """How a run ends that a person ends, or could not begin."""
 
 
+NOTHING_KEPT = "stopped before the first step; nothing is kept"
+
+
 @dataclass(eq=False)
 class Session:
     """One training run in this process."""
@@ -63,6 +66,8 @@ class Session:
     """Set by `stop`: the run ends after the step it is in."""
     begun: bool = False
     """Version 0 is published."""
+    opening: bool = False
+    """The folder is being taken, and is not yet sure to be given back: not a moment to be interrupted in."""
 
     def stop(self) -> None:
         """End after the step in progress, and leave an evaluation at once. From any thread, or a signal's handler."""
@@ -77,7 +82,11 @@ class Session:
         async with AsyncExitStack() as closing:  # what was opened last is closed first, after an error too
             await self._start_verifier(closing)
             self._read_data_and_model()
+            self.opening = True
             self._open_records(closing)
+            self.opening = False
+            if self.stop_requested:
+                raise KeyboardInterrupt(NOTHING_KEPT)
             self._start_roles(closing)
             return await self._run()
 
@@ -156,7 +165,7 @@ class Session:
         """
         await self._warm_start()
         if self.stop_requested:
-            raise KeyboardInterrupt("stopped before the first step; nothing is kept")
+            raise KeyboardInterrupt(NOTHING_KEPT)
         await self._publish_first()
         self.begun = True
         setup_s = time.monotonic() - self._started

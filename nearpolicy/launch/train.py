@@ -50,10 +50,11 @@ def _say(text: str) -> None:
 
 def _interrupted(session: Session) -> None:
     """The first Ctrl-C. Before version 0 is published there is nothing that would be worth waiting for."""
-    if not session.begun:
+    if not session.begun and not session.opening:
         leave("stopping before the first step; nothing is kept (press Ctrl-C again to stop at once)")
     session.stop()
-    say("stopping after this step; press Ctrl-C again to stop at once")
+    when = "after this step" if session.begun else "before the first step; nothing is kept"
+    say(f"stopping {when}; press Ctrl-C again to stop at once")
 
 
 class StepLine:

@@ -216,3 +216,20 @@ def test_threads_that_exact_numerics_cannot_use_are_lowered_aloud():
     assert _threads("learner", 8, None, numerics, said.append) == 2
     assert _threads("learner", 1, 1, numerics, said.append) == 1
     assert len(said) == 1
+
+
+def test_a_stop_while_the_folder_is_taken_gives_it_back(config, tmp_path, monkeypatch):
+    from nearpolicy.launch import session as module
+
+    session = Session(config=config("run.dir=mine"))
+    create = module.SqliteStore.create
+
+    def stopped_meanwhile(*arguments, **options):
+        assert session.opening  # a signal only asks then, it does not break in
+        session.stop()
+        return create(*arguments, **options)
+
+    monkeypatch.setattr(module.SqliteStore, "create", stopped_meanwhile)
+    with pytest.raises(KeyboardInterrupt, match="nothing is kept"):
+        run_session(session)
+    assert not (tmp_path / "mine").exists()
