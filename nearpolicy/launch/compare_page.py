@@ -80,7 +80,7 @@ def _trained(trained: Mapping[str, Any]) -> str:
 def comparison_page(result: Mapping[str, Any]) -> str:
     """One HTML page with everything inside."""
     rows = result["objectives"]
-    charts = [_trade_off(rows), _alignment(result["cosines"])]
+    charts = [_trade_off(rows)]
     if "trained" in result:
         charts += _training(result["trained"])
     return page(
@@ -90,7 +90,11 @@ def comparison_page(result: Mapping[str, Any]) -> str:
         cards=[],
         charts=[chart for chart in charts if chart is not None],
         timeline=None,
-        sections=[("Objectives", _html_table(rows)), ("What the columns say", _LEGEND)],
+        sections=[
+            ("Objectives", _html_table(rows)),
+            ("Cosine between gradients", _matrix(result["cosines"])),
+            ("What the columns say", _LEGEND),
+        ],
     )
 
 
@@ -111,7 +115,14 @@ def _html_table(rows: Mapping[str, Any]) -> str:
 
 def _trade_off(rows: Mapping[str, Any]) -> Chart | None:
     traces = [
-        {"x": [_of(row, "bias")], "y": [_of(row, "variance")], "name": name, "mode": "markers", "palette": place}
+        {
+            "x": [_of(row, "bias")],
+            "y": [_of(row, "variance")],
+            "name": name,
+            "mode": "markers",
+            "marker": {"size": 10},
+            "palette": place,
+        }
         for place, (name, row) in enumerate(rows.items())
         if row["importance_sampling"] is not None
     ]
@@ -119,12 +130,20 @@ def _trade_off(rows: Mapping[str, Any]) -> Chart | None:
     return Chart(title="Bias and variance", note=note, traces=traces, x_title="bias") if traces else None
 
 
-def _alignment(cosines: Mapping[str, Mapping[str, float | None]]) -> Chart:
-    traces = [
-        {"x": list(others), "y": list(others.values()), "name": name, "mode": "lines+markers", "palette": place}
-        for place, (name, others) in enumerate(cosines.items())
-    ]
-    return Chart(title="Cosine between gradients", note="1: the same direction", traces=traces, x_title="")
+def _matrix(cosines: Mapping[str, Mapping[str, float | None]]) -> str:
+    """Every gradient against every other, the darker the more alike."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in ("", *cosines))
+    body = "".join(
+        f"<tr><td>{escape(name)}</td>" + "".join(map(_shaded, others.values())) + "</tr>"
+        for name, others in cosines.items()
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _shaded(cosine: float | None) -> str:
+    if cosine is None:
+        return "<td>-</td>"
+    return f'<td style="background: rgba(70, 110, 230, {max(0.0, cosine) * 0.35:.3f})">{cosine:.3f}</td>'
 
 
 def _training(trained: Mapping[str, Any]) -> list[Chart]:
