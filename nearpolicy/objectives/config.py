@@ -245,6 +245,7 @@ NOT_HERE = {
     ("advantage", "gae"): (
         "needs a critic, and no recipe can name one yet; use vtrace, whose values are the mean of the group's others"
     ),
+    ("advantage", "remax"): "needs a greedy completion of each prompt, which no environment draws yet; use rloo",
     ("reference", "adapter_off"): "needs adapters, and no recipe can train them yet; use initial",
 }
 """Settings that other trainers have, and why they are refused here."""

@@ -80,6 +80,7 @@ def test_no_combination_applies_two_weights_for_the_behaviour_policy():
         ({"kl_coef": 0.1, "reference": "none"}, "objective.kl_coef needs a policy to compare with"),
         ({"loss": "opd"}, "objective.loss=opd needs a policy to compare with"),
         ({"loss": "opd", "reference": "initial"}, "objective.loss=opd needs a teacher other than the policy"),
+        ({"advantage": "remax"}, "objective.advantage=remax needs a greedy completion"),
         ({"advantage": "gae"}, "objective.advantage=gae needs a critic"),
         ({"kl_coef": 0.1, "reference": "adapter_off"}, "objective.reference=adapter_off needs adapters"),
         ({"advantage": "teacher"}, "objective.advantage=teacher belongs to objective.loss=opd"),
