@@ -144,7 +144,7 @@ class RunConfig(ConfigModel):
 
 def contradictions(config: RunConfig) -> Iterator[str]:
     """Settings of different sections that cannot work together, one sentence each."""
-    queue, sampling, learner, objective = config.queue, config.sampling, config.learner, config.objective
+    queue, sampling, learner = config.queue, config.sampling, config.learner
     if config.sync.weight_sync_steps - 1 > queue.max_staleness:
         yield (
             f"sync.weight_sync_steps={config.sync.weight_sync_steps} lets weights grow "
@@ -156,6 +156,35 @@ def contradictions(config: RunConfig) -> Iterator[str]:
             f"queue.prompts_per_step={queue.prompts_per_step} cannot be cut into "
             f"learner.minibatches={learner.minibatches} equal parts; make it a multiple"
         )
+    longest = sampling.max_prompt_length + sampling.max_completion_length
+    if longest > learner.max_tokens_per_microbatch:
+        yield (
+            f"learner.max_tokens_per_microbatch={learner.max_tokens_per_microbatch} cannot hold one sequence of "
+            f"sampling.max_prompt_length + sampling.max_completion_length = {longest} tokens; "
+            "raise it or shorten sequences"
+        )
+    if config.evaluation.every % config.sync.weight_sync_steps:
+        yield (
+            f"evaluation.every={config.evaluation.every} falls on steps whose weights are not published, every "
+            f"sync.weight_sync_steps={config.sync.weight_sync_steps}; make it a multiple"
+        )
+    if config.run.numerics == "exact" and config.model.dtype != "float32":
+        yield f"run.numerics=exact needs model.dtype=float32, found {config.model.dtype}; use run.numerics=fast"
+    if queue.num_slots > MOST_SLOTS or config.completions_per_step > MOST_COMPLETIONS:
+        yield (
+            f"(queue.max_staleness + 1) * queue.prompts_per_step = {queue.num_slots:,} groups at once and "
+            f"sampling.num_generations * queue.prompts_per_step = {config.completions_per_step:,} completions per step "
+            f"are more than the {MOST_SLOTS:,} and {MOST_COMPLETIONS:,} that this program is made for; lower them"
+        )
+    yield from _objective_contradictions(config)
+    yield from _task_contradictions(config)
+    yield from _idle_settings(config)
+    yield from _out_of_range(config.model_dump(), ())
+
+
+def _objective_contradictions(config: RunConfig) -> Iterator[str]:
+    """Parts of the objective that need other sizes or another way of sampling."""
+    sampling, learner, objective = config.sampling, config.learner, config.objective
     smallest = objective.parts["advantage"].smallest_group
     if sampling.num_generations < smallest:
         yield (
@@ -182,29 +211,6 @@ def contradictions(config: RunConfig) -> Iterator[str]:
             f"objective.overlong_buffer={objective.overlong_buffer} is longer than "
             f"sampling.max_completion_length={sampling.max_completion_length}; lower it"
         )
-    longest = sampling.max_prompt_length + sampling.max_completion_length
-    if longest > learner.max_tokens_per_microbatch:
-        yield (
-            f"learner.max_tokens_per_microbatch={learner.max_tokens_per_microbatch} cannot hold one sequence of "
-            f"sampling.max_prompt_length + sampling.max_completion_length = {longest} tokens; "
-            "raise it or shorten sequences"
-        )
-    if config.evaluation.every % config.sync.weight_sync_steps:
-        yield (
-            f"evaluation.every={config.evaluation.every} falls on steps whose weights are not published, every "
-            f"sync.weight_sync_steps={config.sync.weight_sync_steps}; make it a multiple"
-        )
-    if config.run.numerics == "exact" and config.model.dtype != "float32":
-        yield f"run.numerics=exact needs model.dtype=float32, found {config.model.dtype}; use run.numerics=fast"
-    if queue.num_slots > MOST_SLOTS or config.completions_per_step > MOST_COMPLETIONS:
-        yield (
-            f"(queue.max_staleness + 1) * queue.prompts_per_step = {queue.num_slots:,} groups at once and "
-            f"sampling.num_generations * queue.prompts_per_step = {config.completions_per_step:,} completions per step "
-            f"are more than the {MOST_SLOTS:,} and {MOST_COMPLETIONS:,} that this program is made for; lower them"
-        )
-    yield from _task_contradictions(config)
-    yield from _idle_settings(config)
-    yield from _out_of_range(config.model_dump(), ())
 
 
 def _out_of_range(value: Any, path: tuple[Any, ...]) -> Iterator[str]:
