@@ -249,6 +249,7 @@ def _penalties(config: ObjectiveConfig, annotations: Annotations | None) -> _Pen
         return lambda *key: config.kl_coef * annotations.reference_kl[key]
 
     def penalty(*key: int) -> np.ndarray:
+        # `regularisers` has these on tensors; here there is no torch.
         d = annotations.proximal_logprobs[key].astype(np.float64) - annotations.reference_logprobs[key]
         return (
             config.kl_coef * {"k1": d, "k2": 0.5 * d * d, "k3": np.expm1(np.minimum(-d, 20.0)) + d}[config.kl_estimator]
