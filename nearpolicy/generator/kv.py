@@ -124,6 +124,7 @@ class PagedContext:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
         keys, values = self._store.keys[layer], self._store.values[layer]
         if len(self._new_pages):
+            keys[self._new_pages] = 0.0
             values[self._new_pages] = 0.0
         keys[self._page, :, self._offset] = k[: len(self._page)]
         values[self._page, :, self._offset] = with_ones(v[: len(self._page)])
@@ -166,7 +167,12 @@ class _Block:
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, rule: Rule) -> Tensor:
         queries = q[self._query_rows].unflatten(0, self._queries.positions.shape)
-        return attend(queries, self._queries, lambda j: (keys[self._pages[j]], values[self._pages[j]]), rule)
+        return attend(queries, self._queries, lambda j: (self._page(keys, j), self._page(values, j)), rule)
+
+    def _page(self, store: Tensor, j: int) -> Tensor:
+        """[n, KV, PAGE, width]: page ``j`` of every span."""
+        which = self._pages[j]
+        return store[which] if isinstance(which, slice) else store.index_select(0, which)
 
 
 def _page_selector(pages: np.ndarray, device: torch.device) -> slice | Tensor:
