@@ -140,7 +140,7 @@ class EngineRunner:
             batch_invariant=exact,
             resumable=True,
             in_flight_update=True,
-            prefix_cache=False,
+            prefix_cache=True,
             adapters=False,
             proof="fingerprint",
         )

@@ -118,12 +118,12 @@ def _attend_chunk(q: Tensor, chunk: int, queries: Queries, page_of: PageOf, rule
     kv_heads = keys[0].shape[1]
     per_kv = heads // kv_heads
     rows = num_queries * per_kv
-    folded = _fold(q, kv_heads, per_kv)
+    folded = fold(q, kv_heads, per_kv)
     if rows < MIN_ROWS:
         folded = F.pad(folded, (0, 0, 0, MIN_ROWS - rows))
     scores = []
     for page, k in enumerate(keys):
-        s = _product(folded, k.transpose(-1, -2))
+        s = product(folded, k.transpose(-1, -2))
         if rule.softcap is not None:
             s = torch.tanh(s / rule.softcap) * rule.softcap
         scores.append(s + queries.mask(chunk, page, per_kv, rule.window, s.dtype))
@@ -134,25 +134,26 @@ def _attend_chunk(q: Tensor, chunk: int, queries: Queries, page_of: PageOf, rule
     if rule.sinks is not None:
         sinks = _fold_sinks(rule.sinks.to(folded.dtype), kv_heads, per_kv, num_queries, folded.shape[2])
         top = torch.maximum(top, sinks.detach())
-    out = _product(_exp(scores[0] - top), values[0])
+    out = product(exp(scores[0] - top), values[0])
     for s, v in zip(scores[1:], values[1:], strict=True):
-        out = out + _product(_exp(s - top), v)
+        out = out + product(exp(s - top), v)
     denominator = out[..., -1:]
     if sinks is not None:
-        denominator = denominator + _exp(sinks - top)
+        denominator = denominator + exp(sinks - top)
     return _unfold((out[..., :-1] / denominator)[:, :, :rows], num_queries, per_kv)
 
 
-def _exp(x: Tensor) -> Tensor:
-    return torch.exp2(x * LOG2_E)
+def exp(x: Tensor, *, in_place: bool = False) -> Tensor:
+    """The exponential of scores, the same bits either way."""
+    return x.mul_(LOG2_E).exp2_() if in_place else torch.exp2(x * LOG2_E)
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def product(a: Tensor, b: Tensor) -> Tensor:
     """Batched product over the first two dimensions, always through the same kernel."""
     return torch.bmm(a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, a.shape[:2])
 
 
-def _fold(q: Tensor, kv_heads: int, per_kv: int) -> Tensor:
+def fold(q: Tensor, kv_heads: int, per_kv: int) -> Tensor:
     """[n, R, H, D] -> [n, KV, R * per_kv, D]: the heads that share keys become rows of one product."""
     n, r, _, d = q.shape
     return q.reshape(n, r, kv_heads, per_kv, d).permute(0, 2, 1, 3, 4).reshape(n, kv_heads, r * per_kv, d)

@@ -139,7 +139,7 @@ def test_leaving_the_iterator_early_aborts_what_is_left():
         await asyncio.wait([waiting])
         await runner.pause()  # a command behind the abort
         assert engine.scheduler.is_idle
-        assert engine.scheduler.pool.num_free == 200
+        assert engine.scheduler.budget.free == 200
 
     playing(scene)
 

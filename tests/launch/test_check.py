@@ -294,10 +294,10 @@ def test_memory_for_keys_and_values_is_what_the_engine_takes(recipe):
     config = load_recipe(recipe, ["generator.max_running=8"])
     layer = AttentionShape(kv_heads=TINY["num_key_value_heads"], key_size=16, value_size=16)
     layers = dict.fromkeys(range(TINY["num_hidden_layers"]), layer)
-    store = KeyValueStore(layers, num_pages=10, dtype=torch.float32, device=torch.device("cpu"))
-    spare = store.bytes / 11  # the engine has one page more than it gives out
+    store = KeyValueStore(layers, num_pages=11, dtype=torch.float32, device=torch.device("cpu"))
+    assert sum(t.nbytes for tensors in (store.keys, store.values) for t in tensors.values()) == 11 * store.page_bytes
     assert memory_by_owner(config, model_shape(config.model))["engine: keys and values"] == pytest.approx(
-        (store.bytes - spare) / sizes.MB
+        10 * store.page_bytes / sizes.MB
     )
 
 
