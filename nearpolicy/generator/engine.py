@@ -205,10 +205,15 @@ class Engine:
         sequence.tokens.append(token)
         sequence.logprobs.append(logprob)
         sequence.versions.append(self.version)
+        finish = self.ending(sequence)
+        return None if finish is None else _completion(sequence, finish)
+
+    def ending(self, sequence: Sequence) -> Finish | None:
+        """How the sequence ends with the token drawn last; None if it goes on."""
         sampling = sequence.request.sampling
-        if token in sampling.stop_token_ids or (sampling.stop and self._has_stop_string(sequence)):
-            return _completion(sequence, Finish.STOP)
-        return _completion(sequence, Finish.LENGTH) if len(sequence.tokens) >= sampling.max_tokens else None
+        if sequence.tokens[-1] in sampling.stop_token_ids or (sampling.stop and self._has_stop_string(sequence)):
+            return Finish.STOP
+        return Finish.LENGTH if len(sequence.tokens) >= sampling.max_tokens else None
 
     def _has_stop_string(self, sequence: Sequence) -> bool:
         stops = sequence.request.sampling.stop

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import mmap
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nearpolicy.generator.pages import EMPTY
 from nearpolicy.generator.scheduler import Plan, Scheduler
-from nearpolicy.models.attention import MIN_ROWS, PAGE, Queries, Rule, attend, exp, fold, product
+from nearpolicy.models.attention import MIN_ROWS, PAGE, Queries, Rule, attend, exp, product
 from nearpolicy.models.shapes import AttentionShape
 
 
@@ -103,8 +103,10 @@ class PagedContext:
         offsets = positions[: len(pages)] % PAGE
         self.positions = torch.from_numpy(positions).to(device)
         """[num_rows] position of every packed row in its sequence."""
-        self._page = torch.from_numpy(pages).to(device)
-        self._offset = torch.from_numpy(offsets).to(device)
+        self._written = pages, offsets
+        self._flat: dict[int, Tensor] = {}
+        """By number of key-value heads: [rows * KV] where keys of the new tokens go in the flattened store."""
+        self._device = device
         new = pages[offsets == 0]
         store.touched[new] = True
         self._new_pages = torch.from_numpy(new).to(device) if len(new) else None
@@ -119,8 +121,9 @@ class PagedContext:
             fresh = values.new_zeros(len(self._new_pages), *values.shape[1:])
             fresh[..., -1] = 1.0
             values[self._new_pages] = fresh
-        keys[self._page, :, self._offset] = k[: len(self._page)]
-        values[..., :-1][self._page, :, self._offset] = v[: len(self._page)]
+        where, count = self._places(keys.shape[1]), len(self._written[0])
+        keys.view(-1, keys.shape[-1]).index_copy_(0, where, k[:count].reshape(len(where), -1))
+        values.view(-1, values.shape[-1])[:, :-1].index_copy_(0, where, v[:count].reshape(len(where), -1))
         outs = []
         if self._decoding is not None:
             outs.append(self._decoding.attend(q[: self._num_decoding], keys, values, rule))
@@ -129,6 +132,13 @@ class PagedContext:
         elif self._num_rows > self._num_decoding:
             outs.append(outs[0].new_zeros(self._num_rows - self._num_decoding, *outs[0].shape[1:]))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _places(self, kv_heads: int) -> Tensor:
+        if kv_heads not in self._flat:
+            pages, offsets = self._written
+            flat = (pages[:, None] * kv_heads + np.arange(kv_heads)) * PAGE + offsets[:, None]
+            self._flat[kv_heads] = torch.from_numpy(flat.reshape(-1)).to(self._device)
+        return self._flat[kv_heads]
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,53 +224,42 @@ class _Decoding:
         """q [n, H, D], scaled; keys, values: pages of one layer -> [n, H, Dv]."""
         n, kv_heads = q.shape[0], keys.shape[1]
         per_kv = q.shape[1] // kv_heads
-        masks = self._masked(rule.window, q.dtype, per_kv)
+        width = max(per_kv, MIN_ROWS)  # queries of one reader: fewer would take another kernel
+        q = q.reshape(n, kv_heads, per_kv, -1)
+        if width > per_kv:
+            q = F.pad(q, (0, 0, 0, width - per_kv))
+        sinks = None if rule.sinks is None else rule.sinks.to(q.dtype).view(1, kv_heads, per_kv, 1)
+        top = None if sinks is None else F.pad(sinks, (0, 0, 0, width - per_kv)).expand(n, -1, -1, -1).clone()
         scores = []
-        top = q.new_full((n, kv_heads, per_kv, 1), float("-inf"))
-        if rule.sinks is not None:
-            sinks = rule.sinks.to(q.dtype).view(kv_heads, per_kv, 1)
-            top = sinks.expand(n, -1, -1, -1).clone()
-        for part, mask in zip(self._parts, masks, strict=True):
-            queries = (q if part.index is None else q.index_select(0, part.index)).unflatten(0, (-1, part.members))
-            folded = fold(queries, kv_heads, per_kv)
-            if folded.shape[2] < MIN_ROWS:
-                folded = F.pad(folded, (0, 0, 0, MIN_ROWS - folded.shape[2]))
-            s = product(folded, _pages(keys, part.pages).transpose(-1, -2))
+        for part, mask in zip(self._parts, self._masked(rule.window, q.dtype, width), strict=True):
+            queries = _by_page(q if part.index is None else q.index_select(0, part.index), part.members)
+            s = product(queries, _pages(keys, part.pages).transpose(-1, -2))
             if rule.softcap is not None:
                 s = torch.tanh(s / rule.softcap) * rule.softcap
             if mask is not None:
                 s += mask
             scores.append(s)
-            largest = _by_reader(s.amax(dim=-1, keepdim=True), part.members, per_kv)
-            if part.index is None:
-                torch.maximum(top, largest, out=top)
-            else:
-                top.index_copy_(0, part.index, torch.maximum(top.index_select(0, part.index), largest))
-        out: Tensor | None = None
+            largest = _by_reader(s.amax(dim=-1, keepdim=True), part.members)
+            top = _combine(torch.maximum, top, largest, part.index, n, float("-inf"))
+        out = None
         for part, s in zip(self._parts, scores, strict=True):
-            below = _by_page(top if part.index is None else top.index_select(0, part.index), part.members, s.shape[2])
+            below = _by_page(top if part.index is None else top.index_select(0, part.index), part.members)
             weights = exp(s.sub_(below), in_place=True)
-            added = _by_reader(product(weights, _pages(values, part.pages)), part.members, per_kv)
-            if part.index is None:
-                out = added if out is None else out.add_(added)
-                continue
-            if out is None:
-                out = added.new_zeros(n, *added.shape[1:])
-            # A reader may stand twice, to fill up: twice the same sum, not a sum of two.
-            out.index_copy_(0, part.index, out.index_select(0, part.index).add_(added))
-        denominator = out[..., -1:]
-        if rule.sinks is not None:
-            denominator = denominator + exp(sinks - top)
-        return (out[..., :-1] / denominator).flatten(1, 2)
+            added = _by_reader(product(weights, _pages(values, part.pages)), part.members)
+            out = _combine(torch.add, out, added, part.index, n, 0.0)
+        denominator = out[:, :, :per_kv, -1:]
+        if sinks is not None:
+            denominator = denominator + exp(sinks - top[:, :, :per_kv])
+        return (out[:, :, :per_kv, :-1] / denominator).flatten(1, 2)
 
-    def _masked(self, window: int | None, dtype: torch.dtype, per_kv: int) -> list[Tensor | None]:
+    def _masked(self, window: int | None, dtype: torch.dtype, width: int) -> list[Tensor | None]:
         """Per part what to add to its scores, [pages, 1, rows or 1, PAGE]; None if every key is seen."""
-        key = (window, dtype, per_kv)
+        key = (window, dtype, width)
         if key not in self._masks:
-            self._masks[key] = [self._mask(part, window, dtype, per_kv) for part in self._parts]
+            self._masks[key] = [self._mask(part, window, dtype, width) for part in self._parts]
         return self._masks[key]
 
-    def _mask(self, part: _Part, window: int | None, dtype: torch.dtype, per_kv: int) -> Tensor | None:
+    def _mask(self, part: _Part, window: int | None, dtype: torch.dtype, width: int) -> Tensor | None:
         last = (self._positions if part.rows is None else self._positions[part.rows]) - part.starts
         """Of the page's keys, the last that each reader sees."""
         if last.min() >= PAGE - 1 and (window is None or last.max() < window):
@@ -272,10 +271,7 @@ class _Decoding:
         mask = np.where(hidden, -np.inf, 0.0).astype(np.float32)
         mask = torch.from_numpy(mask).to(device=self._device, dtype=dtype)
         mask = mask.view(-1, 1, part.members, PAGE)
-        if part.members == 1:
-            return mask
-        mask = mask.repeat_interleave(per_kv, dim=2)
-        return F.pad(mask, (0, 0, 0, max(0, MIN_ROWS - mask.shape[2])))
+        return mask if part.members == 1 else mask.repeat_interleave(width, dim=2)
 
 
 def _pages(store: Tensor, pages: slice | Tensor) -> Tensor:
@@ -283,17 +279,34 @@ def _pages(store: Tensor, pages: slice | Tensor) -> Tensor:
     return store[pages] if isinstance(pages, slice) else store.index_select(0, pages)
 
 
-def _by_reader(x: Tensor, members: int, per_kv: int) -> Tensor:
-    """[pages, KV, rows, width] -> [pages * members, KV, per_kv, width]."""
-    x = x[:, :, : members * per_kv]
-    return x if members == 1 else x.unflatten(2, (members, per_kv)).transpose(1, 2).flatten(0, 1)
+def _by_page(x: Tensor, members: int) -> Tensor:
+    """[pages * members, KV, queries, width] -> [pages, KV, members * queries, width]."""
+    if members == 1:
+        return x
+    readers, kv_heads, queries, width = x.shape
+    x = x.view(readers // members, members, kv_heads, queries, width).transpose(1, 2)
+    return x.reshape(readers // members, kv_heads, members * queries, width)
 
 
-def _by_page(x: Tensor, members: int, rows: int) -> Tensor:
-    """[pages * members, KV, per_kv, 1] -> [pages, KV, rows, 1], padded."""
-    if members > 1:
-        x = x.unflatten(0, (-1, members)).transpose(1, 2).flatten(2, 3)
-    return F.pad(x, (0, 0, 0, rows - x.shape[2])) if x.shape[2] < rows else x
+def _by_reader(x: Tensor, members: int) -> Tensor:
+    """The way back."""
+    if members == 1:
+        return x
+    pages, kv_heads, rows, width = x.shape
+    x = x.view(pages, kv_heads, members, rows // members, width).transpose(1, 2)
+    return x.reshape(pages * members, kv_heads, rows // members, width)
+
+
+def _combine(
+    how: Callable[..., Tensor], total: Tensor | None, part: Tensor, index: Tensor | None, n: int, start: float
+) -> Tensor:
+    """``how(total, part)`` where ``index`` says; None for all n rows in order. A row that stands twice in the index, to
+    fill up, has the same part twice, and counts once."""
+    if index is None:
+        return part if total is None else how(total, part, out=total)
+    if total is None:
+        total = part.new_full((n, *part.shape[1:]), start)
+    return total.index_copy_(0, index, how(total.index_select(0, index), part))
 
 
 class _Chunks:
