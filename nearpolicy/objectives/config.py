@@ -50,12 +50,14 @@ class ObjectiveConfig(ConfigModel):
         "reinforce_baseline",
         "reinforce_plus_plus",
         "reinforce_plus_plus_baseline",
+        "remax",
         "opo",
         "grpo_passk",
         "vtrace",
         "teacher",
     ] = _by_parts("advantage", "grpo")
-    """How rewards become advantages. `grpo` unless the loss decides it."""
+    """How rewards become advantages. `grpo` unless the loss decides it. `remax` has one greedy completion of each
+    prompt generated and judged beside its samples; it is recorded and never trained."""
     scale_rewards: Literal["group", "batch", "none"] = _by_parts("scale_rewards", "none")
     """Divide advantages by the spread of rewards within the group, within the batch, or not at all. `grpo` may choose
     and takes `group`; every other advantage decides it."""
@@ -165,7 +167,12 @@ class ObjectiveConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _parts_go_together(self) -> Self:
-        problems = [*self._fixed_axes(), *self._settings_without_use(), *self._regulariser_problems()]
+        problems = [
+            *self._fixed_axes(),
+            *self._settings_without_use(),
+            *self._regulariser_problems(),
+            *self._baseline_problems(),
+        ]
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -174,6 +181,11 @@ class ObjectiveConfig(ConfigModel):
     def parts(self) -> dict[str, Part]:
         """Axis -> the chosen part."""
         return dict(chosen({axis: getattr(self, axis) for axis in AXES}))
+
+    @property
+    def greedy_baseline(self) -> bool:
+        """Whether every group needs a greedy completion of its prompt."""
+        return self.parts["advantage"].greedy_baseline
 
     def _fixed_axes(self) -> Iterator[str]:
         for axis, part in self.parts.items():
@@ -240,12 +252,21 @@ class ObjectiveConfig(ConfigModel):
         if None not in (self.cov_low, self.cov_high) and self.cov_low > self.cov_high:
             yield f"objective.cov_low={self.cov_low} lies above objective.cov_high={self.cov_high}; lower it"
 
+    def _baseline_problems(self) -> Iterator[str]:
+        """What compares the samples of a group with one another has no say over a completion that is none of them."""
+        for key in ("length_reward", "diversity_bonus") if self.greedy_baseline else ():
+            if getattr(self, key):
+                yield (
+                    f"objective.{key}={getattr(self, key)} depends on the other completions of a group, and the greedy "
+                    f"one of objective.advantage={self.advantage} is none of them, so their rewards could not be "
+                    "compared; leave it out, or use length_cost or overlong_buffer, which act on each alone"
+                )
+
 
 NOT_HERE = {
     ("advantage", "gae"): (
         "needs a critic, and no recipe can name one yet; use vtrace, whose values are the mean of the group's others"
     ),
-    ("advantage", "remax"): "needs a greedy completion of each prompt, which no environment draws yet; use rloo",
     ("reference", "adapter_off"): "needs adapters, and no recipe can train them yet; use initial",
 }
 """Settings that other trainers have, and why they are refused here."""

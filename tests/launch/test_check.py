@@ -82,6 +82,19 @@ def test_check_says_what_a_recipe_amounts_to(run, recipe):
         assert part in out
 
 
+def test_check_counts_greedy_baselines_among_what_is_generated(run, recipe):
+    status, out, err = run("check", recipe, "queue.max_staleness=2", "objective.advantage=remax")
+    assert (status, err) == (0, "")
+    for part in (
+        "8 groups x (8 + 1 greedy) = 72 completions",
+        "greedy baselines        judged and recorded, never trained",
+        "at most 1,440 sampled, 4,320 with prompts",
+        "24 groups = 216 completions",
+    ):
+        assert part in out
+    assert "greedy" not in run("check", recipe)[1]
+
+
 def test_check_data_looks_at_every_row(run, recipe):
     status, out, err = run("check", recipe, "--data")
     assert (status, err) == (0, "")
