@@ -27,8 +27,9 @@ from nearpolicy.errors import NearpolicyError
 from nearpolicy.generator.sampling import sampled_logprobs
 from nearpolicy.learner.config import LearnerConfig
 from nearpolicy.learner.optimizer import MasterAdamW
+from nearpolicy.learner.report import TokenStats
 from nearpolicy.learner.schedule import learning_rate
-from nearpolicy.learner.step import NOTHING_KNOWN, TokenStats
+from nearpolicy.learner.tokens import NOTHING_KNOWN
 from nearpolicy.models.loading import resolve
 from nearpolicy.objectives import aggregation
 from nearpolicy.objectives.config import ObjectiveConfig
@@ -143,7 +144,7 @@ def test_the_order_of_rows_and_whether_they_share_their_context_changes_nothing(
 def test_rows_of_one_prompt_go_through_the_model_with_the_prompt_once():
     rows = random_rows(3, groups=1, size=4)
     own = learner()
-    [packed] = own._packed(rows, range(4))
+    [packed] = own.passes.packed(rows, range(4))
     assert len(packed.input_ids) == len(rows[0].segment.context_ids) + sum(len(r.segment.token_ids) - 1 for r in rows)
 
 
@@ -170,7 +171,7 @@ def test_threads_that_come_and_go_between_microbatches_change_no_bit():
         own = learner(threads=2, max_tokens_per_microbatch=20)
         asked = itertools.cycle(answers)
         used: list[int] = []
-        own._threads_now = lambda asked=asked, used=used: used.append(next(asked)) or used[-1]
+        own.passes.threads_now = lambda asked=asked, used=used: used.append(next(asked)) or used[-1]
         own.forward_backward(range(len(rows)), own.objective, rows, NOTHING_KNOWN, TokenStats())
         assert used[:4] == answers and torch.get_num_threads() == used[-1]
         results.append(gradients(own.policy))
