@@ -94,6 +94,8 @@ class PolicyLearner:
                 known = self.with_choice(part, rows, annotated)
                 if self._timed("forward_backward", self.forward_backward, part, self.objective, rows, known, stats):
                     tally.add(stats, self._timed("optim", self.optim_step, rate), first_pass=iteration == 0)
+                else:
+                    self.forget_gradient()  # and the divisor, which would weigh on the next update
         moved = self.objective.config.entropy_target is not None
         entropy_coef = self.objective.entropy_weight if moved else None
         metrics = tally.metrics(rate=rate, updates=self.updates, entropy_coef=entropy_coef)
@@ -153,7 +155,7 @@ class PolicyLearner:
                 self.policy,
                 rows,
                 packed,
-                same_support=self.objective.same_support,
+                same_support=objective.same_support,
                 entropy_has_gradient=objective.entropy_has_gradient,
                 reference=self._reference_states(known),
             )

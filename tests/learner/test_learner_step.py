@@ -306,6 +306,18 @@ def test_a_batch_with_nothing_to_learn_is_a_step_without_update(rows):
     assert "policy/grad_norm" not in report.metrics
 
 
+def test_a_minibatch_without_signal_leaves_nothing_to_the_update_after_it():
+    rows = random_rows(11, groups=4, signal=[False, False, True, True])
+    steps = [learner(minibatches=2).step(batch_of(rows)), learner().step(batch_of(rows[8:]))]
+    norms = [report.metrics["policy/grad_norm"] for report in steps]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    own, fresh = learner(), learner()
+    own.step(batch_of(random_rows(11, signal=[False] * 3)))  # a whole step without signal
+    assert own.step(batch_of(rows, step=1)).metrics["policy/grad_norm"] == pytest.approx(
+        fresh.step(batch_of(rows)).metrics["policy/grad_norm"], rel=1e-6
+    )
+
+
 def test_rows_whose_tokens_are_all_masked_do_no_harm():
     rows = random_rows(12)
     masked = [replace(r, trained=r.trained & False, advantages=r.advantages * 0) if r.group == 1 else r for r in rows]
@@ -385,6 +397,13 @@ def test_supervised_loss_is_the_mean_negative_log_likelihood():
     assert (own.version, own.updates) == (0, 0)
     again = own.supervised_step(rows, Supervised(), 1e-2)
     assert again < -float(torch.cat(kept).mean()) - 0.01  # it learns
+
+
+def test_a_supervised_step_needs_no_recorded_support_where_sampling_leaves_tokens_out():
+    rows, restricted = random_rows(15), ObjectiveConfig(same_support=True)
+    assert learner(objective=restricted).supervised_step(rows, Supervised(), 1e-2) == learner().supervised_step(
+        rows, Supervised(), 1e-2
+    )
 
 
 def test_a_supervised_step_whose_gradient_is_not_finite_ends_the_run():
