@@ -4,7 +4,7 @@
 
 8 prompts x 8 completions, all of equal length or of mixed lengths (16 to 96 new tokens each), sampled at temperature 1,
 on all cores. Peers: `transformers.generate` with a stopping criterion per row, transformers' continuous batching
-(`generate_batch`), and, with the interpreter of an environment that has it, vLLM's CPU build, which stays alive and idle
+(`generate_batch`), and, given the interpreter of an environment with it, vLLM's CPU build, which stays alive and idle
 between pairs. Greedy completions are compared first: equal ids, up to the first place where the two largest logits are
 within 1e-4 of one another. Pairs alternate. The last line is one JSON object.
 """
