@@ -28,10 +28,8 @@ import torch  # noqa: E402
 
 from benchmarks.pairs import paired  # noqa: E402
 from nearpolicy.generator.engine import Engine, EngineLimits  # noqa: E402
-from nearpolicy.generator.scheduler import Sequence  # noqa: E402
 from nearpolicy.models.loading import load_policy, resolve  # noqa: E402
 from nearpolicy.models.numerics import probe_model  # noqa: E402
-from nearpolicy.records import Finish  # noqa: E402
 from nearpolicy.roles import Completion, Request, Sampling  # noqa: E402
 
 PROMPTS, SAMPLES = 8, 8
@@ -48,10 +46,9 @@ class Ours:
         if numerics is None:
             raise SystemExit("exact numerics are not to be had on this machine; this benchmark measures them")
         limits = EngineLimits.sized(policy, max_running=64, prefill_chunk=512, max_length=256, kv_memory_mb=None)
-        self.engine = _Cut(policy, limits, numerics, threads=num_cores())
+        self.engine = Engine(policy, limits, numerics, threads=num_cores())
 
     def submit(self, prompts: list[list[int]], lengths: np.ndarray, temperature: float) -> list[Completion]:
-        self.engine.lengths = lengths
         self.engine.scheduler.forget_prefixes()  # no prompt is found from the round before
         out: list[Completion] = []
         for i, prompt in enumerate(prompts):
@@ -59,6 +56,8 @@ class Ours:
             ids = np.array(prompt, dtype=np.int32)
             request = Request(id=str(i), token_ids=ids, sampling=sampling, n=SAMPLES, seed=0, admission=i)
             out += self.engine.submit(request)
+            for sequence in self.engine.scheduler.waiting(request.id):
+                sequence.max_tokens = int(lengths[i, sequence.sample])
         return out
 
     def run(
@@ -68,16 +67,6 @@ class Ours:
         while self.engine.scheduler.has_work:
             out += self.engine.step()
         return {(int(c.request), c.sample): c.token_ids.tolist() for c in out}
-
-
-class _Cut(Engine):
-    """Ends each sample at a length of its own."""
-
-    lengths: np.ndarray
-
-    def ending(self, sequence: Sequence) -> Finish | None:
-        length = self.lengths[int(sequence.request.id), sequence.sample]
-        return Finish.LENGTH if len(sequence.tokens) >= length else None
 
 
 class Transformers:

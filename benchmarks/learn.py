@@ -2,7 +2,7 @@
 
     python -m benchmarks.learn [--quick] [--shapes demo long equal]
 
-One update: forward, backward, clipping and AdamW over 64 completions of 8 prompts, advantages given, PPO's clipped loss.
+One update: forward, backward, clipping and AdamW over 64 completions, advantages given, PPO's clipped loss.
 
     demo    prompts of 40 to 60 tokens, completions of 4 to 32
     long    prompts of 256 tokens, completions of 4 to 32
@@ -136,9 +136,9 @@ class Plain:
                 there[i, before - len(prompt) : before + len(tokens)] = 1
                 advantages[i, : len(tokens)] = torch.from_numpy(row.advantages.copy())
                 kept[i, : len(tokens)] = 1
-            logits = self.model(
-                input_ids=ids, attention_mask=there, logits_to_keep=behind + 1, use_cache=False
-            ).logits[:, :-1]
+            logits = self.model(input_ids=ids, attention_mask=there, logits_to_keep=behind + 1, use_cache=False).logits[
+                :, :-1
+            ]
             logprobs = torch.log_softmax(logits, -1).gather(2, ids[:, before:, None])[..., 0]
             ratio = (logprobs - logprobs.detach()).exp()
             losses = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)

@@ -12,7 +12,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ from nearpolicy.models.policy import PolicyModel
 from nearpolicy.models.shapes import attention_shapes
 from nearpolicy.models.weights import digests, load_weights, named_weights, require_held
 from nearpolicy.records import Finish
-from nearpolicy.roles import Completion, Request, Weights
+from nearpolicy.roles import Completion, Request, Sampling, Weights
 
 EventSink = Callable[..., None]
 SERVED_POLICY = "policy"
@@ -178,12 +177,12 @@ class Engine:
         return logits[:n], [next(ends) if chunk.completes else None for chunk in plan.chunks]
 
     def _draw(self, sequences: list[Sequence], logits: Tensor) -> list[Completion]:
-        by_sampling: dict[Any, list[int]] = defaultdict(list)
+        by_sampling: dict[int, list[int]] = defaultdict(list)
         for i, sequence in enumerate(sequences):
-            by_sampling[sequence.request.sampling].append(i)
+            by_sampling[id(sequence.request.sampling)].append(i)
         ended = []
-        for sampling, places in by_sampling.items():
-            chosen = [sequences[i] for i in places]
+        for places in by_sampling.values():
+            chosen, sampling = [sequences[i] for i in places], sequences[places[0]].request.sampling
             logprobs = sampled_logprobs(logits if len(places) == len(sequences) else logits[places], sampling)
             numbers = uniforms([s.key for s in chosen], [len(s.tokens) for s in chosen])
             tokens = draw(logprobs, numbers)
@@ -191,29 +190,31 @@ class Engine:
             if sampling.record_support:
                 for sequence, row in zip(chosen, logprobs.isfinite().cpu().numpy(), strict=True):
                     sequence.support.append(np.flatnonzero(row).astype(np.int32))
-            for sequence, token, value in zip(chosen, tokens.tolist(), values.tolist(), strict=True):
-                completion = self._append(sequence, token, value)
-                if completion is not None:
-                    self.scheduler.finish(sequence)
-                    ended.append(completion)
+            ended += self._append(chosen, tokens.tolist(), values.tolist(), sampling)
         return ended
 
-    def _append(self, sequence: Sequence, token: int, logprob: float) -> Completion | None:
-        """Add a drawn token; the completion if it is the last one."""
-        if not float("-inf") < logprob <= 0.0:  # NaN compares false
-            return _completion(sequence, Finish.FAILED, f"the model gave no finite log-probability ({logprob})")
-        sequence.tokens.append(token)
-        sequence.logprobs.append(logprob)
-        sequence.versions.append(self.version)
-        finish = self.ending(sequence)
-        return None if finish is None else _completion(sequence, finish)
-
-    def ending(self, sequence: Sequence) -> Finish | None:
-        """How the sequence ends with the token drawn last; None if it goes on."""
-        sampling = sequence.request.sampling
-        if sequence.tokens[-1] in sampling.stop_token_ids or (sampling.stop and self._has_stop_string(sequence)):
-            return Finish.STOP
-        return Finish.LENGTH if len(sequence.tokens) >= sampling.max_tokens else None
+    def _append(
+        self, sequences: list[Sequence], tokens: list[int], logprobs: list[float], sampling: Sampling
+    ) -> list[Completion]:
+        """Add the drawn tokens; completions of the sequences that end with them."""
+        ended, version, stop_ids, lowest = [], self.version, sampling.stop_token_ids, float("-inf")
+        for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
+            reason = ""
+            if lowest < logprob <= 0.0:  # NaN compares false
+                sequence.tokens.append(token)
+                sequence.logprobs.append(logprob)
+                sequence.versions.append(version)
+                if token in stop_ids or (sampling.stop and self._has_stop_string(sequence)):
+                    finish = Finish.STOP
+                elif len(sequence.tokens) >= sequence.max_tokens:
+                    finish = Finish.LENGTH
+                else:
+                    continue
+            else:
+                finish, reason = Finish.FAILED, f"the model gave no finite log-probability ({logprob})"
+            ended.append(_completion(sequence, finish, reason))
+            self.scheduler.finish(sequence)
+        return ended
 
     def _has_stop_string(self, sequence: Sequence) -> bool:
         stops = sequence.request.sampling.stop

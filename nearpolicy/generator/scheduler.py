@@ -30,6 +30,7 @@ class Sequence:
     sample: int
     prompt: list[int]
     key: int
+    max_tokens: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -39,6 +40,8 @@ class Sequence:
     """The full pages of the prefix it started from."""
     rows: list[int] = field(default_factory=list)
     """Where the pages behind them lie; empty while it waits."""
+    room: int = 0
+    """Positions that its pages hold."""
     stored: int = 0
     """Positions whose keys and values are in the pages."""
 
@@ -136,8 +139,13 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         prompt = request.token_ids.tolist()
-        samples = deque(Sequence(request, i, prompt, sequence_key(request, i)) for i in range(request.n))
+        longest = request.sampling.max_tokens
+        samples = deque(Sequence(request, i, prompt, sequence_key(request, i), longest) for i in range(request.n))
         self._prompts.append(Prefix(request, prompt, samples))
+
+    def waiting(self, request_id: str) -> list[Sequence]:
+        """Samples of a request that have not started."""
+        return [s for prefix in self._prompts if prefix.request.id == request_id for s in prefix.waiting]
 
     def pages_in_use(self) -> set[int]:
         """Numbers of all pages whose content may be read again."""
@@ -188,7 +196,7 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """The next forward pass: one token of every running sequence, then chunks of prefixes."""
-        for sequence in list(self.running):
+        for sequence in [s for s in self.running if s.stored == s.room]:
             if sequence in self.running:  # not interrupted by an older one
                 self._make_room(sequence)
         decoding = tuple(self.rows.levels[0])
@@ -307,22 +315,26 @@ class Scheduler:
         sequence.shared = self.prefix_pages.share(prefix.pages[:full])
         if hands_over:
             self._give_back(prefix)  # samples that still wait have it computed again
+        sequence.stored, sequence.room = prefix.length, full * PAGE
         if unfinished is not None:
-            self.rows.append(sequence, content_of=unfinished)
-        sequence.stored = prefix.length
+            self._append_page(sequence, content_of=unfinished)
         self.running.append(sequence)
         return sequence
 
     def _make_room(self, sequence: Sequence) -> None:
         """A page for the sequence's next position, taken from the youngest if there is no other."""
-        while pages_for(sequence.stored + 1) > len(sequence.shared) + len(sequence.rows):
+        while sequence.stored == sequence.room:
             if self.budget.free:
-                self.rows.append(sequence)
+                self._append_page(sequence)
             elif not self._reclaim(besides=None):
                 youngest = self.running[-1]
                 self._interrupt(youngest)
                 if youngest is sequence:
                     return
+
+    def _append_page(self, sequence: Sequence, content_of: int | None = None) -> None:
+        self.rows.append(sequence, content_of)
+        sequence.room += PAGE
 
     def _reclaim(self, besides: Prefix | None) -> bool:
         """Take the pages of the newest prefix; it will be computed again."""
@@ -341,7 +353,7 @@ class Scheduler:
     def _drop_pages(self, sequence: Sequence) -> None:
         self.prefix_pages.release(sequence.shared)
         self.rows.drop(sequence)
-        sequence.shared, sequence.stored = [], 0
+        sequence.shared, sequence.stored, sequence.room = [], 0, 0
 
     def _give_back(self, prefix: Prefix) -> None:
         self.prefix_pages.release(prefix.pages)
