@@ -25,7 +25,7 @@ from nearpolicy.generator.scheduler import Plan, Scheduler, Sequence
 from nearpolicy.models.numerics import Numerics
 from nearpolicy.models.policy import PolicyModel
 from nearpolicy.models.shapes import attention_shapes
-from nearpolicy.models.weights import digests, load_weights, named_weights, require_held
+from nearpolicy.models.weights import load_and_digest, require_held
 from nearpolicy.records import Finish
 from nearpolicy.roles import Completion, Request, Weights
 
@@ -251,8 +251,7 @@ class Engine:
         """
         version = weights.record.version
         self.interrupt()
-        load_weights(self.policy.model, weights.tensors)
-        shown = digests(named_weights(self.policy.model))
+        shown = load_and_digest(self.policy.model, weights.tensors)
         require_held("the engine", version, weights.digests, shown)
         self.scheduler.version = version
         return shown
