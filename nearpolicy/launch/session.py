@@ -34,6 +34,7 @@ from nearpolicy.store.writer import SqliteStore
 from nearpolicy.telemetry.events import Recorder
 from nearpolicy.telemetry.metrics import MetricsWriter
 from nearpolicy.telemetry.sinks import open_sinks, require_sinks
+from nearpolicy.telemetry.trace import Trace
 from nearpolicy.verifier.config import reward_weights
 from nearpolicy.verifier.service import VerifierService, weighted_reward
 
@@ -132,6 +133,7 @@ class Session:
             wall_anchor=self.store.wall_anchor,
             metrics=MetricsWriter(self.folder.metrics),
             sinks=sinks,
+            trace=Trace(self.folder.trace, config.telemetry.profile) if config.telemetry.profile else None,
         )
         closing.push(_unless_failed(self.telemetry.close))
 
