@@ -130,12 +130,15 @@ class SingleTurn:
         )
 
     def _failure(self, judged: list[tuple[Rollout, Completion, Mapping[str, Verdict]]], rewards: tuple) -> str | None:
-        """A group with fewer than two scored rollouts compares nothing: it is failed, with the first reason found."""
-        if sum(reward is not None for reward in rewards) >= 2:
+        """A group with fewer than two scored rollouts compares nothing: it is failed, with the first reason found. A
+        group that was to have only one is for estimators that compare nothing within it."""
+        needed = min(2, self._n)
+        if sum(reward is not None for reward in rewards) >= needed:
             return None
         reasons = [c.reason for _, c, _ in judged if c.reason]
         reasons += [f"{source}: {v.reason}" for _, _, vs in judged for source, v in vs.items() if v.reason]
-        return f"fewer than two of {len(judged)} rollouts were scored" + (f" ({reasons[0]})" if reasons else "")
+        what = f"fewer than two of {len(judged)} rollouts were scored" if needed == 2 else "its rollout was not scored"
+        return what + (f" ({reasons[0]})" if reasons else "")
 
 
 GRACE_S = 10.0

@@ -186,6 +186,13 @@ def test_a_group_whose_verifier_fails_says_which_source_and_why():
     assert group.failure == "fewer than two of 4 rollouts were scored (number: worker died)"
 
 
+@pytest.mark.parametrize("failing", [set(), {0}])
+def test_a_group_that_was_to_have_one_completion_needs_that_one(failing):
+    group = run(single_turn(Generator((0,)), Verifier((0,), failing=failing), n=1))
+    assert group.rewards == ((None,) if failing else (0.0,))
+    assert group.failure == ("its rollout was not scored (number: worker died)" if failing else None)
+
+
 class Flaky:
     """A user's environment that raises in its first attempts."""
 
