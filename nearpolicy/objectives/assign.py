@@ -9,7 +9,7 @@ them (`Annotations`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -32,10 +32,17 @@ class Annotations:
     reference_logprobs: dict[tuple[int, int, int], np.ndarray]
     reference_kl: dict[tuple[int, int, int], np.ndarray]
     """KL from the proximal policy to the reference over the whole vocabulary."""
+    values: dict[tuple[int, int, int], np.ndarray] = field(default_factory=dict)
+    """Of a critic, before each trained token."""
 
 
 def needs_annotations(config: ObjectiveConfig) -> bool:
-    """Whether advantages depend on log-probabilities, so that the learner has to assign them again."""
+    """Whether advantages depend on what only the learner knows, so that it has to assign them again."""
+    return needs_logprobs(config) or config.advantage == "gae"
+
+
+def needs_logprobs(config: ObjectiveConfig) -> bool:
+    """Whether advantages depend on log-probabilities."""
     return config.kl_in == "reward" or config.advantage in ("vtrace", "teacher")
 
 
@@ -53,15 +60,13 @@ def assign_advantages(
     annotations that the objective needs, advantages are those of the shaped rewards alone.
     """
     groups = [group for group in groups if left_out(group) is None]
-    rewards_B_G = [shaped_rewards(group, config, max_completion_length) for group in groups]
     penalty_of = _penalties(config, annotations)
-    if config.advantage != "reinforce_plus_plus":  # which takes the penalty from each token's own reward
-        rewards_B_G = [_less_penalties(g, rewards, penalty_of) for g, rewards in zip(groups, rewards_B_G, strict=True)]
+    rewards_B_G = _rewards(groups, config, max_completion_length, penalty_of)
     tokens = _token_advantages(groups, rewards_B_G, config, penalty_of, annotations)
     rows = []
     for group, rewards_G in zip(groups, rewards_B_G, strict=True):
         for rollout, reward in zip(group.rollouts, rewards_G, strict=True):
-            cut = config.mask_truncated_completions and rollout.finish is not Finish.STOP
+            cut = _is_masked(rollout, config)
             for k, segment in enumerate(rollout.segments):
                 trained = segment.mask & (reward is not None and not cut)
                 values = np.where(trained, tokens(group.index, rollout.sample, k, segment), 0.0)
@@ -69,6 +74,26 @@ def assign_advantages(
                     Row(group=group.index, sample=rollout.sample, segment=segment, trained=trained, advantages=values)
                 )
     return tuple(rows)
+
+
+def value_targets(
+    groups: Sequence[Group],
+    config: ObjectiveConfig,
+    annotations: Annotations,
+    *,
+    gae_lambda: float,
+    max_completion_length: int | None = None,
+) -> dict[tuple[int, int, int], np.ndarray]:
+    """[T] per segment: what a critic is trained towards, by (group, sample, place of the segment).
+
+    With `gae` the returns for a lambda of their own (decoupled GAE, VC-PPO, arXiv 2503.01491): 1 makes them the
+    discounted return of what was sampled, whatever the critic says. With `vtrace` the V-trace targets.
+    """
+    penalty_of = _penalties(config, annotations)
+    rewards_B_G = _rewards(groups, config, max_completion_length, penalty_of)
+    if config.advantage == "vtrace":
+        return _vtrace(groups, rewards_B_G, config, annotations)[0]
+    return _gae(groups, rewards_B_G, config, penalty_of, annotations, lambda num_tokens: gae_lambda)[1]
 
 
 def shaped_rewards(
@@ -119,7 +144,7 @@ def estimate(rewards_B_G: Rewards, lengths_B_G: Sequence[Sequence[int]], config:
             return [advantages.dr_grpo(rewards_G) for rewards_G in rewards_B_G]
         case "rloo" | "vtrace":
             return [advantages.rloo(rewards_G) for rewards_G in rewards_B_G]
-        case "reinforce" | "teacher":
+        case "reinforce" | "teacher" | "gae":
             return [advantages.reinforce(rewards_G) for rewards_G in rewards_B_G]
         case "reinforce_baseline":
             return advantages.reinforce_baseline(rewards_B_G)
@@ -150,7 +175,10 @@ def _token_advantages(
         theirs, own = annotations.reference_logprobs, annotations.proximal_logprobs
         return lambda group, sample, k, segment: theirs[group, sample, k] - own[group, sample, k]
     if config.advantage == "vtrace" and annotations is not None:
-        by_token = _vtrace(groups, rewards_B_G, config, annotations)
+        _, by_token = _vtrace(groups, rewards_B_G, config, annotations)
+        return lambda group, sample, k, segment: by_token[group, sample, k]
+    if config.advantage == "gae" and annotations is not None:
+        by_token, _ = _gae(groups, rewards_B_G, config, penalty_of, annotations, _lambda_of(config))
         return lambda group, sample, k, segment: by_token[group, sample, k]
     if config.advantage == "reinforce_plus_plus" and (config.gamma != 1.0 or config.kl_in == "reward"):
         by_token = _normalised_returns(groups, rewards_B_G, config, penalty_of)
@@ -164,11 +192,17 @@ def _token_advantages(
     return lambda group, sample, k, segment: np.float32(values[group, sample])
 
 
+_ByToken = dict[tuple[int, int, int], np.ndarray]
+"""(group, sample, place of the segment) -> [T]."""
+
+
 def _vtrace(
     groups: Sequence[Group], rewards_B_G: Rewards, config: ObjectiveConfig, annotations: Annotations
-) -> dict[tuple[int, int, int], np.ndarray]:
-    """V-trace without a critic: the value of every state of a rollout is the mean reward of the group's others."""
-    found: dict[tuple[int, int, int], np.ndarray] = {}
+) -> tuple[_ByToken, _ByToken]:
+    """(targets of the values, advantages). Without a critic the value of every state of a rollout is the mean reward of
+    the group's others."""
+    targets: _ByToken = {}
+    found: _ByToken = {}
     for group, rewards_G in zip(groups, rewards_B_G, strict=True):
         baselines = np.array([0.0 if r is None else r for r in rewards_G]) - advantages.rloo(rewards_G)
         for rollout, reward, baseline in zip(group.rollouts, rewards_G, baselines, strict=True):
@@ -180,21 +214,65 @@ def _vtrace(
                     for k, s in enumerate(rollout.segments)
                 ]
             )
-            values = np.zeros(len(mask))
+            both = np.zeros(len(mask)), np.zeros(len(mask))
             if reward is not None and mask.any():
                 rewards_T = np.zeros(len(mask))
                 rewards_T[np.flatnonzero(mask)[-1]] = reward
-                _, values = credit.vtrace(
+                values = annotations.values
+                both = credit.vtrace(
                     rewards_T,
-                    np.full(len(mask), baseline),
+                    _over_segments(group, rollout, values) if values else np.full(len(mask), baseline),
                     log_rhos,
                     mask,
                     gamma=config.gamma,
                     rho_bar=config.vtrace_rho,
                     c_bar=config.vtrace_c,
                 )
-            found |= _by_segment(group, rollout, values)
-    return found
+            targets |= _by_segment(group, rollout, both[0])
+            found |= _by_segment(group, rollout, both[1])
+    return targets, found
+
+
+def _lambda_of(config: ObjectiveConfig) -> Callable[[int], float]:
+    """Trained tokens of a rollout -> lambda of its advantages."""
+    alpha = config.gae_alpha
+    if alpha is None:
+        return lambda num_tokens: config.gae_lambda
+    return lambda num_tokens: credit.length_adaptive_lambda(num_tokens, alpha=alpha)
+
+
+def _gae(
+    groups: Sequence[Group],
+    rewards_B_G: Rewards,
+    config: ObjectiveConfig,
+    penalty_of: _PenaltyOf,
+    annotations: Annotations,
+    lambda_of: Callable[[int], float],
+) -> tuple[_ByToken, _ByToken]:
+    """(advantages, whitened over the tokens of the batch if so set, and returns) from a critic's values.
+
+    The reward stands at the last sampled token of the rollout, less each token's own penalty. A completion that the
+    length limit cut has ended there like any other, for its reward is that of what stands: nothing is bootstrapped.
+    """
+    found: _ByToken = {}
+    returns: _ByToken = {}
+    trained = []
+    for group, rewards_G in zip(groups, rewards_B_G, strict=True):
+        for rollout, reward in zip(group.rollouts, rewards_G, strict=True):
+            mask = _mask(rollout)
+            both = np.zeros(len(mask)), np.zeros(len(mask))
+            if reward is not None and mask.any() and not _is_masked(rollout, config):
+                both = credit.gae(
+                    _token_rewards(group, rollout, reward, penalty_of),
+                    _over_segments(group, rollout, annotations.values),
+                    mask,
+                    gamma=config.gamma,
+                    lam=lambda_of(int(mask.sum())),
+                )
+                trained.append(both[0][mask])
+            found |= _by_segment(group, rollout, both[0])
+            returns |= _by_segment(group, rollout, both[1])
+    return _whitened(found, trained) if config.scale_rewards == "batch" else found, returns
 
 
 def _normalised_returns(
@@ -209,19 +287,41 @@ def _normalised_returns(
             mask = _mask(rollout)
             returns = np.zeros(len(mask))
             if reward is not None and mask.any():
-                own = [
-                    np.broadcast_to(penalty_of(group.index, rollout.sample, k), s.mask.shape)
-                    for k, s in enumerate(rollout.segments)
-                ]
-                rewards_T = np.where(mask, -np.concatenate(own), 0.0)
-                rewards_T[np.flatnonzero(mask)[-1]] += reward
+                rewards_T = _token_rewards(group, rollout, reward, penalty_of)
                 returns = credit.discounted_returns(rewards_T, mask, gamma=config.gamma)
                 trained.append(returns[mask])
             found |= _by_segment(group, rollout, returns)
+    return _whitened(found, trained)
+
+
+def _whitened(found: _ByToken, trained: Sequence[np.ndarray]) -> _ByToken:
+    """Less the mean of all ``trained`` tokens, over their spread; zeros where they are all equal."""
     values = np.concatenate(trained) if trained else np.zeros(0)
     if len(values) < 2 or np.ptp(values) == 0.0:
-        return {key: np.zeros_like(returns) for key, returns in found.items()}
-    return {key: (returns - values.mean()) / values.std(ddof=1) for key, returns in found.items()}
+        return {key: np.zeros_like(own) for key, own in found.items()}
+    return {key: (own - values.mean()) / values.std(ddof=1) for key, own in found.items()}
+
+
+def _token_rewards(group: Group, rollout: Rollout, reward: float, penalty_of: _PenaltyOf) -> np.ndarray:
+    """[T] over all segments: the reward at the last sampled token, less each token's own penalty."""
+    mask = _mask(rollout)
+    own = [
+        np.broadcast_to(penalty_of(group.index, rollout.sample, k), s.mask.shape)
+        for k, s in enumerate(rollout.segments)
+    ]
+    rewards_T = np.where(mask, -np.concatenate(own), 0.0)
+    rewards_T[np.flatnonzero(mask)[-1]] += reward
+    return rewards_T
+
+
+def _is_masked(rollout: Rollout, config: ObjectiveConfig) -> bool:
+    """Whether the objective trains no token of it, because it was cut."""
+    return config.mask_truncated_completions and rollout.finish is not Finish.STOP
+
+
+def _over_segments(group: Group, rollout: Rollout, by_token: _ByToken) -> np.ndarray:
+    """[T] of all segments, one after another."""
+    return np.concatenate([by_token[group.index, rollout.sample, k] for k in range(len(rollout.segments))])
 
 
 def _mask(rollout: Rollout) -> np.ndarray:
@@ -256,6 +356,16 @@ def _penalties(config: ObjectiveConfig, annotations: Annotations | None) -> _Pen
         )
 
     return penalty
+
+
+def _rewards(
+    groups: Sequence[Group], config: ObjectiveConfig, max_completion_length: int | None, penalty_of: _PenaltyOf
+) -> Rewards:
+    """Shaped, and less the penalties of the whole rollout unless the estimator takes them from each token's own."""
+    rewards_B_G = [shaped_rewards(group, config, max_completion_length) for group in groups]
+    if config.advantage in ("reinforce_plus_plus", "gae"):
+        return rewards_B_G
+    return [_less_penalties(g, rewards_G, penalty_of) for g, rewards_G in zip(groups, rewards_B_G, strict=True)]
 
 
 def _less_penalties(group: Group, rewards_G: Sequence[float | None], penalty_of: _PenaltyOf) -> list[float | None]:
