@@ -133,8 +133,13 @@ class RunConfig(ConfigModel):
         return self.sampling.leaves_out if self.objective.same_support is None else self.objective.same_support
 
     @property
+    def completions_per_group(self) -> int:
+        """Samples, and the greedy completion where the objective needs one."""
+        return self.sampling.num_generations + self.objective.greedy_baseline
+
+    @property
     def completions_per_step(self) -> int:
-        return self.queue.prompts_per_step * self.sampling.num_generations
+        return self.queue.prompts_per_step * self.completions_per_group
 
     @model_validator(mode="after")
     def _roles_fit_together(self) -> Self:
@@ -177,10 +182,11 @@ def contradictions(config: RunConfig) -> Iterator[str]:
         )
     if config.run.numerics == "exact" and config.model.dtype != "float32":
         yield f"run.numerics=exact needs model.dtype=float32, found {config.model.dtype}; use run.numerics=fast"
-    if queue.num_slots > MOST_SLOTS or config.completions_per_step > MOST_COMPLETIONS:
+    samples = queue.prompts_per_step * sampling.num_generations
+    if queue.num_slots > MOST_SLOTS or samples > MOST_COMPLETIONS:
         yield (
             f"(queue.max_staleness + 1) * queue.prompts_per_step = {queue.num_slots:,} groups at once and "
-            f"sampling.num_generations * queue.prompts_per_step = {config.completions_per_step:,} completions per step "
+            f"sampling.num_generations * queue.prompts_per_step = {samples:,} completions per step "
             f"are more than the {MOST_SLOTS:,} and {MOST_COMPLETIONS:,} that this program is made for; lower them"
         )
     yield from _objective_contradictions(config)
@@ -199,7 +205,8 @@ def _objective_contradictions(config: RunConfig) -> Iterator[str]:
             f"sampling.num_generations={sampling.num_generations} leaves objective.advantage={objective.advantage} "
             f"nothing to compare with, every advantage would be 0; use at least {smallest}"
         )
-    if sampling.num_generations == 1 and (config.queue.drop_zero_variance_groups or config.queue.dynamic_sampling):
+    drops = config.queue.drop_zero_variance_groups or config.queue.dynamic_sampling
+    if drops and sampling.num_generations == 1 and not objective.greedy_baseline:
         key = "dynamic_sampling" if config.queue.dynamic_sampling else "drop_zero_variance_groups"
         yield (
             f"queue.{key}=true leaves out groups whose rewards are all equal, and with sampling.num_generations=1 that "

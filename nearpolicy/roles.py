@@ -37,7 +37,7 @@ class Sampling:
     """How tokens are drawn. Log-probabilities are those of the distribution that remains after all of it."""
 
     temperature: float = 1.0
-    """0 takes the most likely token (evaluation only)."""
+    """0 takes the most likely token (evaluation and greedy baselines; nothing of it is trained)."""
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps all."""
@@ -66,7 +66,7 @@ class Request:
     """Admission index; with seed, sample, turn, position and purpose it decides the random numbers."""
     turn: int = 0
     purpose: str = "rollout"
-    """rollout or evaluation: a part of the random key, and the ledger it is counted in."""
+    """rollout, baseline or evaluation: a part of the random key, and the ledger it is counted in."""
     policy: str = "policy"
     version: int | None = None
     """Start only under this version; None takes the newest."""

@@ -248,6 +248,13 @@ def test_contradiction_names_both_settings(load, overrides, parts):
         assert part in message
 
 
+def test_remax_needs_one_sample_per_prompt_and_asks_for_one_completion_more(load):
+    config = load("", "objective.advantage=remax", "sampling.num_generations=1")
+    assert (config.completions_per_group, config.completions_per_step) == (2, 16)
+    assert load("", "sampling.num_generations=4").completions_per_step == 32
+    assert "sampling.temperature is 0" in refusal(load, "", "objective.advantage=remax", "sampling.temperature=0")
+
+
 def test_settings_for_a_switched_off_loss_are_empty_not_ignored(load):
     config = load("", "objective.loss=pg", "objective.correction=none")
     assert config.objective.clip_low is config.objective.clip_high is config.objective.correction_cap is None

@@ -26,6 +26,7 @@ import torch
 
 from nearpolicy.errors import EngineError, NearpolicyError, UserError
 from nearpolicy.generator.engine import Engine
+from nearpolicy.records import BASELINE
 from nearpolicy.roles import Capabilities, Completion, Request, Weights
 
 
@@ -53,6 +54,7 @@ class _Subscriber:
     """Counted by the engine's thread."""
     admission: int | None
     """What the request is for; None outside training."""
+    is_baseline: bool = False
 
     def put(self, item: Completion | NearpolicyError) -> None:
         with contextlib.suppress(RuntimeError):  # its event loop is closed: nobody waits any more
@@ -93,8 +95,9 @@ class EngineRunner:
 
     async def submit(self, request: Request) -> AsyncIterator[Completion]:
         """Completions as they end. Leaving the iterator early aborts what is left."""
-        admission = request.admission if request.purpose == "rollout" else None
-        subscriber = _Subscriber(asyncio.get_running_loop(), asyncio.Queue(), request.n, admission)
+        greedy = request.purpose == "baseline"
+        admission = request.admission if greedy or request.purpose == "rollout" else None
+        subscriber = _Subscriber(asyncio.get_running_loop(), asyncio.Queue(), request.n, admission, greedy)
         missing = request.n
         try:
             await self._call(lambda: self._submit(request, subscriber))
@@ -140,7 +143,7 @@ class EngineRunner:
             batch_invariant=exact,
             resumable=True,
             in_flight_update=True,
-            prefix_cache=False,
+            prefix_cache=True,
             adapters=False,
             proof="fingerprint",
         )
@@ -229,7 +232,8 @@ class EngineRunner:
         for completion in completions:
             subscriber = self._subscribers[completion.request]
             ended = {"tokens": len(completion.token_ids), "reason": completion.finish.value}
-            self._emit("finish", admission=subscriber.admission, sample=completion.sample, **ended)
+            sample = BASELINE if subscriber.is_baseline else completion.sample
+            self._emit("finish", admission=subscriber.admission, sample=sample, **ended)
             subscriber.undelivered -= 1
             if subscriber.undelivered == 0:
                 del self._subscribers[completion.request]

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from nearpolicy.learner.step import PolicyLearner
     from nearpolicy.objectives.comparison import GroupGradients
     from nearpolicy.objectives.config import ObjectiveConfig
+    from nearpolicy.records import Batch
     from nearpolicy.store.reader import RunReader
 
 RECORDED = "recorded"
@@ -145,6 +146,7 @@ async def compare(
             f"--weights {version}: step {step} holds tokens of version {newest}, so these weights are older than the "
             "data; choose that version or a later one"
         )
+    refuse_without_baselines(run, batch, objectives)
     workshop = Workshop(run, config, version)
     rows, gradients = {}, {}
     sketch = None
@@ -179,6 +181,19 @@ async def compare(
     if train:
         result["trained"] = await workshop.train_each(objectives, first=step, steps=train)
     return result
+
+
+def refuse_without_baselines(run: RunReader, batch: Batch, objectives: Mapping[str, ObjectiveConfig]) -> None:
+    """`UserError` for an objective that compares with greedy completions where the run recorded none."""
+    if all(group.baseline is not None for group in batch.groups):
+        return
+    for name, objective in objectives.items():
+        if objective.greedy_baseline:
+            raise UserError(
+                f"{name}: objective.advantage={objective.advantage} compares with a greedy completion of each prompt, "
+                f"and {run.folder.path} recorded none. Train with objective.advantage={objective.advantage} for a "
+                "recording that has them (any other advantage can be compared on it), or use rloo here"
+            )
 
 
 def full_importance_sampling(objective: ObjectiveConfig) -> ObjectiveConfig:

@@ -193,7 +193,7 @@ class Session:
         from nearpolicy.rollout_queue.ledger import Ledger
         from nearpolicy.rollout_queue.queue import StalenessBoundedQueue
 
-        config, limits = self.config, self.config.queue
+        config, limits, estimator = self.config, self.config.queue, self.config.objective.parts["advantage"]
         weights = {task.name: reward_weights(task.rewards) for task in config.tasks}
         environment = SingleTurn(
             self.engine.runner,
@@ -203,6 +203,8 @@ class Session:
             reward_of=lambda verdicts, task: weighted_reward(verdicts, weights[task]),
             sampling=self.language.sampling,
             n=config.sampling.num_generations,
+            smallest_group=estimator.smallest_group,
+            with_baseline=estimator.greedy_baseline,
             timeout_s=limits.rollout_timeout_s,
         )
         bounded = Bounded(
@@ -248,7 +250,8 @@ class Session:
 
         limits, reason = self.config.queue, None
         if limits.drop_zero_variance_groups or limits.dynamic_sampling:
-            reason = shaping.zero_variance_reason(group.rewards)
+            baseline = None if group.baseline is None else group.baseline.reward
+            reason = shaping.zero_variance_reason(group.rewards, baseline)
         if reason is None and limits.max_pass_rate is not None:
             reason = shaping.pass_rate_reason(group.rewards, too_easy_from=limits.max_pass_rate)
         return reason

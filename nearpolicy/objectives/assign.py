@@ -57,12 +57,14 @@ def assign_advantages(
     """One `Row` per segment, in (group, sample, segment) order; none for groups with a reason to be ``left_out``.
 
     Tokens of unscored rollouts, and of truncated ones where the objective masks them, are not trained. Without the
-    annotations that the objective needs, advantages are those of the shaped rewards alone.
+    annotations that the objective needs, advantages are those of the shaped rewards alone. A group's greedy completion
+    gives a baseline and no row.
     """
     groups = [group for group in groups if left_out(group) is None]
     penalty_of = _penalties(config, annotations)
     rewards_B_G = _rewards(groups, config, max_completion_length, penalty_of)
-    tokens = _token_advantages(groups, rewards_B_G, config, penalty_of, annotations)
+    baselines_B = [shaped_baseline(group, config, max_completion_length) for group in groups]
+    tokens = _token_advantages(groups, rewards_B_G, baselines_B, config, penalty_of, annotations)
     rows = []
     for group, rewards_G in zip(groups, rewards_B_G, strict=True):
         for rollout, reward in zip(group.rollouts, rewards_G, strict=True):
@@ -101,18 +103,7 @@ def shaped_rewards(
 ) -> list[float | None]:
     """The group's rewards with what depends on length and on the other completions; None stays None."""
     lengths = [rollout.num_sampled for rollout in group.rollouts]
-    change = np.zeros(len(lengths))
-    if config.overlong_buffer is not None:
-        if max_completion_length is None:
-            raise ValueError("objective.overlong_buffer needs max_completion_length, the length at which it ends")
-        change += shaping.overlong_penalty(
-            lengths,
-            max_length=max_completion_length,
-            buffer=config.overlong_buffer,
-            factor=config.overlong_penalty,
-        )
-    if config.length_cost:
-        change += shaping.token_cost(lengths, per_token=config.length_cost)
+    change = _price_of_length(lengths, config, max_completion_length)
     if config.length_reward:
         right = [None if reward is None else reward >= RIGHT for reward in group.rewards]
         change += config.length_reward * shaping.kimi_length_reward(lengths, right)
@@ -126,12 +117,47 @@ def shaped_rewards(
     return [None if r is None else float(r + c) for r, c in zip(group.rewards, change, strict=True)]
 
 
+def shaped_baseline(group: Group, config: ObjectiveConfig, max_completion_length: int | None = None) -> float | None:
+    """The reward of the group's greedy completion, at the same price of length as the samples; None without one.
+
+    It pays no KL to the reference (nor does it in the authors' program and in verl): the penalty needs
+    log-probabilities, and the learner takes those of what it trains. Any baseline that does not depend on the samples
+    leaves the gradient unbiased.
+    """
+    if group.baseline is None or group.baseline.reward is None:
+        return None
+    [change] = _price_of_length([group.baseline.rollout.num_sampled], config, max_completion_length)
+    return float(group.baseline.reward + change)
+
+
+def _price_of_length(lengths: Sequence[int], config: ObjectiveConfig, max_completion_length: int | None) -> np.ndarray:
+    """[G] what each completion's own length adds to its reward."""
+    change = np.zeros(len(lengths))
+    if config.overlong_buffer is not None:
+        if max_completion_length is None:
+            raise ValueError("objective.overlong_buffer needs max_completion_length, the length at which it ends")
+        change += shaping.overlong_penalty(
+            lengths,
+            max_length=max_completion_length,
+            buffer=config.overlong_buffer,
+            factor=config.overlong_penalty,
+        )
+    if config.length_cost:
+        change += shaping.token_cost(lengths, per_token=config.length_cost)
+    return change
+
+
 RIGHT = 1.0
 """Reward from which a completion counts as right, for rewards that only right answers may earn or lose."""
 
 
-def estimate(rewards_B_G: Rewards, lengths_B_G: Sequence[Sequence[int]], config: ObjectiveConfig) -> list[np.ndarray]:
-    """One advantage per rollout of each group, [G] float64 each."""
+def estimate(
+    rewards_B_G: Rewards,
+    lengths_B_G: Sequence[Sequence[int]],
+    baselines_B: Sequence[float | None],
+    config: ObjectiveConfig,
+) -> list[np.ndarray]:
+    """One advantage per rollout of each group, [G] float64 each. ``baselines_B``: rewards of greedy completions."""
     match config.advantage:
         case "grpo":
             if config.scale_rewards == "group":
@@ -143,15 +169,19 @@ def estimate(rewards_B_G: Rewards, lengths_B_G: Sequence[Sequence[int]], config:
         case "dr_grpo":
             return [advantages.dr_grpo(rewards_G) for rewards_G in rewards_B_G]
         case "rloo" | "vtrace":
-            return [advantages.rloo(rewards_G) for rewards_G in rewards_B_G]
+            return [_leave_one_out(rewards_G) for rewards_G in rewards_B_G]
         case "reinforce" | "teacher" | "gae":
             return [advantages.reinforce(rewards_G) for rewards_G in rewards_B_G]
         case "reinforce_baseline":
+            if sum(map(_num_scored, rewards_B_G)) < 2:
+                return [np.zeros(len(rewards_G)) for rewards_G in rewards_B_G]
             return advantages.reinforce_baseline(rewards_B_G)
         case "reinforce_plus_plus":
             return advantages.reinforce_plus_plus(rewards_B_G)
         case "reinforce_plus_plus_baseline":
             return advantages.reinforce_plus_plus_baseline(rewards_B_G)
+        case "remax":
+            return [advantages.remax(r, baseline) for r, baseline in zip(rewards_B_G, baselines_B, strict=True)]
         case "opo":
             return [advantages.opo(r, lengths) for r, lengths in zip(rewards_B_G, lengths_B_G, strict=True)]
         case "grpo_passk":
@@ -167,6 +197,7 @@ _PenaltyOf = Callable[[int, int, int], np.ndarray | float]
 def _token_advantages(
     groups: Sequence[Group],
     rewards_B_G: Rewards,
+    baselines_B: Sequence[float | None],
     config: ObjectiveConfig,
     penalty_of: _PenaltyOf,
     annotations: Annotations | None,
@@ -186,7 +217,7 @@ def _token_advantages(
     lengths_B_G = [[rollout.num_sampled for rollout in group.rollouts] for group in groups]
     values = {
         (group.index, rollout.sample): float(value)
-        for group, values_G in zip(groups, estimate(rewards_B_G, lengths_B_G, config), strict=True)
+        for group, values_G in zip(groups, estimate(rewards_B_G, lengths_B_G, baselines_B, config), strict=True)
         for rollout, value in zip(group.rollouts, values_G, strict=True)
     }
     return lambda group, sample, k, segment: np.float32(values[group, sample])
@@ -204,7 +235,7 @@ def _vtrace(
     targets: _ByToken = {}
     found: _ByToken = {}
     for group, rewards_G in zip(groups, rewards_B_G, strict=True):
-        baselines = np.array([0.0 if r is None else r for r in rewards_G]) - advantages.rloo(rewards_G)
+        baselines = np.array([0.0 if r is None else r for r in rewards_G]) - _leave_one_out(rewards_G)
         for rollout, reward, baseline in zip(group.rollouts, rewards_G, baselines, strict=True):
             mask = _mask(rollout)
             log_rhos = np.concatenate(
@@ -215,7 +246,8 @@ def _vtrace(
                 ]
             )
             both = np.zeros(len(mask)), np.zeros(len(mask))
-            if reward is not None and mask.any():
+            compared = bool(annotations.values) or _num_scored(rewards_G) > 1
+            if reward is not None and mask.any() and compared:
                 rewards_T = np.zeros(len(mask))
                 rewards_T[np.flatnonzero(mask)[-1]] = reward
                 values = annotations.values
@@ -334,9 +366,18 @@ def _by_segment(group: Group, rollout: Rollout, values: np.ndarray) -> dict[tupl
     return {(group.index, rollout.sample, k): part for k, part in enumerate(np.split(values, ends)[:-1])}
 
 
+def _num_scored(rewards_G: Sequence[float | None]) -> int:
+    return sum(reward is not None for reward in rewards_G)
+
+
+def _leave_one_out(rewards_G: Sequence[float | None]) -> np.ndarray:
+    """A recorded group may have been enough for another estimator and leave this one nothing to compare."""
+    return advantages.rloo(rewards_G) if _num_scored(rewards_G) > 1 else np.zeros(len(rewards_G))
+
+
 def _pass_k(rewards_G: Sequence[float | None], k: int) -> np.ndarray:
     """A group with fewer scored rollouts than k says nothing of pass@k."""
-    if sum(reward is not None for reward in rewards_G) < k:
+    if _num_scored(rewards_G) < k:
         return np.zeros(len(rewards_G))
     return advantages.grpo_passk(rewards_G, k=k)
 

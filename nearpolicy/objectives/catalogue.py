@@ -27,6 +27,8 @@ class Part:
     """It may take tokens out of the sum of the loss and its divisor."""
     smallest_group: int = 1
     """Completions per prompt that it needs."""
+    greedy_baseline: bool = False
+    """It compares them with a greedy completion of the prompt, which the environment has to ask for."""
     one_update: bool = False
     """It is right for a single update per step only."""
     by_token: bool = False
@@ -71,6 +73,7 @@ ADVANTAGES: Mapping[str, Part] = {
     "reinforce_baseline": Part(fixes={"scale_rewards": "none"}),
     "reinforce_plus_plus": Part(reads={"gamma": 1.0}, fixes={"scale_rewards": "batch"}),
     "reinforce_plus_plus_baseline": Part(fixes={"scale_rewards": "batch"}, smallest_group=2),
+    "remax": Part(fixes={"scale_rewards": "none"}, greedy_baseline=True),
     "opo": Part(fixes={"scale_rewards": "none"}, smallest_group=2),
     "grpo_passk": Part(reads={"pass_k": 4}, fixes={"scale_rewards": "none"}, smallest_group=2),
     "gae": Part(

@@ -50,13 +50,15 @@ class ObjectiveConfig(ConfigModel):
         "reinforce_baseline",
         "reinforce_plus_plus",
         "reinforce_plus_plus_baseline",
+        "remax",
         "opo",
         "grpo_passk",
         "gae",
         "vtrace",
         "teacher",
     ] = _by_parts("advantage", "grpo")
-    """How rewards become advantages. `grpo` unless the loss decides it."""
+    """How rewards become advantages. `grpo` unless the loss decides it. `remax` has one greedy completion of each
+    prompt generated and judged beside its samples; it is recorded and never trained."""
     scale_rewards: Literal["group", "batch", "none"] = _by_parts("scale_rewards", "none")
     """Divide advantages by the spread of rewards within the group, within the batch, or not at all. `grpo` may choose
     and takes `group`; `gae` takes `batch`, which whitens the advantages of all tokens of the step (mean 0, spread 1),
@@ -180,6 +182,7 @@ class ObjectiveConfig(ConfigModel):
             *self._settings_without_use(),
             *self._token_advantage_problems(),
             *self._regulariser_problems(),
+            *self._baseline_problems(),
         ]
         if problems:
             raise ValueError("\n".join(problems))
@@ -189,6 +192,11 @@ class ObjectiveConfig(ConfigModel):
     def parts(self) -> dict[str, Part]:
         """Axis -> the chosen part."""
         return dict(chosen({axis: getattr(self, axis) for axis in AXES}))
+
+    @property
+    def greedy_baseline(self) -> bool:
+        """Whether every group needs a greedy completion of its prompt."""
+        return self.parts["advantage"].greedy_baseline
 
     def _fixed_axes(self) -> Iterator[str]:
         for axis, part in self.parts.items():
@@ -276,9 +284,18 @@ class ObjectiveConfig(ConfigModel):
         if None not in (self.cov_low, self.cov_high) and self.cov_low > self.cov_high:
             yield f"objective.cov_low={self.cov_low} lies above objective.cov_high={self.cov_high}; lower it"
 
+    def _baseline_problems(self) -> Iterator[str]:
+        """What compares the samples of a group with one another has no say over a completion that is none of them."""
+        for key in ("length_reward", "diversity_bonus") if self.greedy_baseline else ():
+            if getattr(self, key):
+                yield (
+                    f"objective.{key}={getattr(self, key)} depends on the other completions of a group, and the greedy "
+                    f"one of objective.advantage={self.advantage} is none of them, so their rewards could not be "
+                    "compared; leave it out, or use length_cost or overlong_buffer, which act on each alone"
+                )
+
 
 NOT_HERE = {
-    ("advantage", "remax"): "needs a greedy completion of each prompt, which no environment draws yet; use rloo",
     ("reference", "adapter_off"): "needs adapters, and no recipe can train them yet; use initial",
 }
 """Settings that other trainers have, and why they are refused here."""

@@ -22,7 +22,10 @@ METRICS: Mapping[str, str] = {
     "reward/mean": "mean reward of the scored rollouts in the batch",
     "reward/<source>/mean": "mean value of one reward source over the rollouts it scored, before its weight",
     "reward/<source>/<part>": "mean of one named part of a reward source",
-    "reward/zero_variance_share": "share of groups whose scored rollouts all have one reward: they carry no signal",
+    "reward/baseline_mean": "mean reward of the greedy completions that samples are compared with; they count in no "
+    "other metric of rewards, lengths and tokens",
+    "reward/zero_variance_share": "share of groups whose scored rollouts all have one reward (with `remax`: that of "
+    "the greedy completion): they carry no signal",
     "reward/unscored": "rollouts of the batch that have no reward",
     "task/<task>/reward": "mean reward of the rollouts of one task",
     "batch/groups": "groups the step consumed",

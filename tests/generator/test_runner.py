@@ -139,7 +139,7 @@ def test_leaving_the_iterator_early_aborts_what_is_left():
         await asyncio.wait([waiting])
         await runner.pause()  # a command behind the abort
         assert engine.scheduler.is_idle
-        assert engine.scheduler.pool.num_free == 200
+        assert engine.scheduler.budget.free == 200
 
     playing(scene)
 
@@ -298,6 +298,8 @@ def test_events_say_when_the_batch_drains_and_whose_sequence_ended():
     async def scene(runner, engine):
         await all_of(runner, make_request(9, id="3.0", n=2, admission=3, max_tokens=4))
         await all_of(runner, make_request(9, id="evaluation.0.t.0", admission=5, max_tokens=1, purpose="evaluation"))
+        greedy = {"temperature": 0, "max_tokens": 1, "purpose": "baseline"}
+        await all_of(runner, make_request(9, id="3.0.baseline", admission=3, **greedy))
 
     playing(
         scene,
@@ -307,7 +309,7 @@ def test_events_say_when_the_batch_drains_and_whose_sequence_ended():
     steps = [numbers["running"] for kind, numbers in told if kind == "decode_step"]
     assert steps == [2, 2, 0]
     ends = [(numbers["admission"], numbers["sample"]) for kind, numbers in told if kind == "finish"]
-    assert sorted(ends, key=str) == [(3, 0), (3, 1), (None, 0)]
+    assert sorted(ends, key=str) == [(3, -1), (3, 0), (3, 1), (None, 0)]  # -1: greedy, no sample of its group
 
 
 def test_another_number_of_threads_in_the_middle_changes_no_bit():

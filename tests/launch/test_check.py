@@ -82,6 +82,19 @@ def test_check_says_what_a_recipe_amounts_to(run, recipe):
         assert part in out
 
 
+def test_check_counts_greedy_baselines_among_what_is_generated(run, recipe):
+    status, out, err = run("check", recipe, "queue.max_staleness=2", "objective.advantage=remax")
+    assert (status, err) == (0, "")
+    for part in (
+        "8 groups x (8 + 1 greedy) = 72 completions",
+        "greedy baselines        judged and recorded, never trained",
+        "at most 1,440 sampled, 4,320 with prompts",
+        "24 groups = 216 completions",
+    ):
+        assert part in out
+    assert "greedy" not in run("check", recipe)[1]
+
+
 def test_check_data_looks_at_every_row(run, recipe):
     status, out, err = run("check", recipe, "--data")
     assert (status, err) == (0, "")
@@ -294,10 +307,10 @@ def test_memory_for_keys_and_values_is_what_the_engine_takes(recipe):
     config = load_recipe(recipe, ["generator.max_running=8"])
     layer = AttentionShape(kv_heads=TINY["num_key_value_heads"], key_size=16, value_size=16)
     layers = dict.fromkeys(range(TINY["num_hidden_layers"]), layer)
-    store = KeyValueStore(layers, num_pages=10, dtype=torch.float32, device=torch.device("cpu"))
-    spare = store.bytes / 11  # the engine has one page more than it gives out
+    store = KeyValueStore(layers, num_pages=11, dtype=torch.float32, device=torch.device("cpu"))
+    assert sum(t.nbytes for tensors in (store.keys, store.values) for t in tensors.values()) == 11 * store.page_bytes
     assert memory_by_owner(config, model_shape(config.model))["engine: keys and values"] == pytest.approx(
-        (store.bytes - spare) / sizes.MB
+        10 * store.page_bytes / sizes.MB
     )
 
 

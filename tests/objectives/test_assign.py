@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from nearpolicy.objectives.assign import (
 )
 from nearpolicy.objectives.catalogue import ADVANTAGES
 from nearpolicy.objectives.config import ObjectiveConfig
-from nearpolicy.records import Admission, Finish, Group, Prompt, Rollout, Segment
+from nearpolicy.records import BASELINE, Admission, Baseline, Finish, Group, Prompt, Rollout, Segment
 
 
 def segment(tokens, mask=None, *, behavior=-1.0, finish=Finish.STOP) -> Segment:
@@ -50,13 +51,18 @@ def plain_group(index: int, rewards, lengths=None) -> Group:
     return group_of(index, rewards, [[segment(np.arange(n))] for n in lengths])
 
 
+def with_baseline(group: Group, reward: float | None, length: int = 2) -> Group:
+    rollout = Rollout(sample=BASELINE, text="", numerics="exact", segments=(segment(np.arange(length)),))
+    return replace(group, baseline=Baseline(rollout=rollout, reward=reward))
+
+
 def by_sample(rows) -> dict[tuple[int, int], list[float]]:
     return {(row.group, row.sample): row.advantages.tolist() for row in rows}
 
 
 REWARDS = [1.0, 0.0, 0.0, 1.0]
 LENGTHS = [2, 3, 1, 4]
-ONE_NUMBER = [name for name in ADVANTAGES if name not in ("vtrace", "teacher")]
+ONE_NUMBER = [name for name in ADVANTAGES if name not in ("vtrace", "teacher", "remax")]
 
 
 @pytest.mark.parametrize("advantage", ONE_NUMBER)
@@ -244,3 +250,57 @@ def test_equal_token_returns_have_no_advantage():
     rows = assign_advantages([plain_group(0, [0.0, 0.0])], config)
     assert not any(row.advantages.any() for row in rows)
     assert any(row.advantages.any() for row in assign_advantages(groups, config))  # discounted: first tokens get less
+
+
+def test_remax_compares_each_sample_with_the_greedy_completion_of_its_prompt_which_gives_no_row():
+    groups = [
+        with_baseline(plain_group(0, [1.0, 0.0, None, 0.25], LENGTHS), 0.5),
+        with_baseline(plain_group(1, [1.0]), 1.0),
+        with_baseline(plain_group(2, [1.0, 1.0]), -0.5),
+    ]
+    rows = assign_advantages(groups, ObjectiveConfig(advantage="remax"))
+    assert [(row.group, row.sample, row.advantages[0]) for row in rows] == [
+        (0, 0, 0.5),
+        (0, 1, -0.5),
+        (0, 2, 0.0),
+        (0, 3, -0.25),
+        (1, 0, 0.0),
+        (2, 0, 1.5),
+        (2, 1, 1.5),
+    ]
+    assert [bool(row.trained.any()) for row in rows] == [True, True, False, True, True, True, True]
+
+
+def test_the_greedy_completion_pays_the_same_price_of_length_and_no_kl():
+    group = with_baseline(plain_group(0, [1.0, 1.0], [80, 90]), 1.0, length=100)
+    config = ObjectiveConfig(advantage="remax", overlong_buffer=20, length_cost=0.01)
+    rows = assign_advantages([group], config, max_completion_length=100)
+    greedy = 1.0 - 1.0 - 1.0
+    assert [row.advantages[0] for row in rows] == pytest.approx([1.0 - 0.8 - greedy, 1.0 - 0.5 - 0.9 - greedy])
+    config = ObjectiveConfig(advantage="remax", kl_coef=0.5, kl_in="reward")
+    group = with_baseline(plain_group(0, [1.0, 0.0], [2, 4]), 0.75)
+    rows = assign_advantages([group], config, annotations=annotations([group], -1.0, -1.2))
+    assert [row.advantages[0] for row in rows] == pytest.approx([1.0 - 0.2 - 0.75, 0.0 - 0.4 - 0.75])
+
+
+@pytest.mark.parametrize("group", [plain_group(0, [1.0, 0.0]), with_baseline(plain_group(0, [1.0, 0.0]), None)])
+def test_remax_without_a_greedy_reward_is_an_error_and_never_a_baseline_of_zero(group):
+    with pytest.raises(ValueError, match="greedy completion is unscored"):
+        assign_advantages([group], ObjectiveConfig(advantage="remax"))
+
+
+@pytest.mark.parametrize("advantage", [name for name in ADVANTAGES if name not in ("remax", "teacher")])
+def test_a_baseline_changes_nothing_for_estimators_that_do_not_ask_for_one(advantage):
+    groups = [plain_group(0, REWARDS, LENGTHS), plain_group(1, [1.0, 0.0, 0.0, 0.0], LENGTHS)]
+    config = ObjectiveConfig(advantage=advantage)
+    plain = assign_advantages(groups, config)
+    beside = assign_advantages([with_baseline(group, 7.0) for group in groups], config)
+    assert by_sample(beside) == by_sample(plain)
+
+
+@pytest.mark.parametrize("advantage", ["rloo", "vtrace", "reinforce_baseline", "opo", "grpo", "grpo_passk"])
+def test_a_batch_with_one_scored_sample_has_nothing_to_compare(advantage):
+    group = plain_group(0, [None, 1.0])
+    config = ObjectiveConfig(advantage=advantage, **({"gamma": 0.5} if advantage == "vtrace" else {}))
+    rows = assign_advantages([group], config, annotations=annotations([group], -0.5))
+    assert not any(row.advantages.any() for row in rows)
