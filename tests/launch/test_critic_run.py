@@ -12,6 +12,7 @@ import torch
 from nearpolicy.config import RunConfig, load_recipe
 from nearpolicy.errors import ConfigError, ModelError, UserError
 from nearpolicy.launch.compare import command as compare
+from nearpolicy.launch.report import write_report
 from nearpolicy.launch.session import Session, run_session
 from nearpolicy.records import Fate
 from nearpolicy.store.reader import RunReader
@@ -69,6 +70,11 @@ def test_a_run_with_a_critic_learns_and_the_critic_follows(asynchronous):
     assert lines[-1]["critic/value_mean"] == pytest.approx(recent, abs=0.35)
     assert lines[0]["critic/target_mean"] == pytest.approx(rewards(lines)[0], abs=0.2)  # a mean over tokens
     assert all(line["critic/grad_norm"] > 0 and line["critic/skipped_updates"] == 0 for line in lines)
+
+
+def test_the_report_shows_what_the_critic_is_worth(asynchronous):
+    page = write_report(asynchronous[0]).read_text()
+    assert "Values of the critic" in page and "Explained variance" in page
 
 
 def test_the_store_keeps_the_advantages_that_were_trained_with(asynchronous):
