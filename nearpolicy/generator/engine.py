@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from nearpolicy.models.policy import PolicyModel
 from nearpolicy.models.shapes import attention_shapes
 from nearpolicy.models.weights import digests, load_weights, named_weights, require_held
 from nearpolicy.records import Finish
-from nearpolicy.roles import Completion, Request, Sampling, Weights
+from nearpolicy.roles import Completion, Request, Weights
 
 EventSink = Callable[..., None]
 SERVED_POLICY = "policy"
@@ -177,11 +178,11 @@ class Engine:
         return logits[:n], [next(ends) if chunk.completes else None for chunk in plan.chunks]
 
     def _draw(self, sequences: list[Sequence], logits: Tensor) -> list[Completion]:
-        by_sampling: dict[int, list[int]] = defaultdict(list)
+        by_law: dict[tuple[Any, ...], list[int]] = defaultdict(list)
         for i, sequence in enumerate(sequences):
-            by_sampling[id(sequence.request.sampling)].append(i)
+            by_law[sequence.law].append(i)
         ended = []
-        for places in by_sampling.values():
+        for places in by_law.values():
             chosen, sampling = [sequences[i] for i in places], sequences[places[0]].request.sampling
             logprobs = sampled_logprobs(logits if len(places) == len(sequences) else logits[places], sampling)
             numbers = uniforms([s.key for s in chosen], [len(s.tokens) for s in chosen])
@@ -190,21 +191,20 @@ class Engine:
             if sampling.record_support:
                 for sequence, row in zip(chosen, logprobs.isfinite().cpu().numpy(), strict=True):
                     sequence.support.append(np.flatnonzero(row).astype(np.int32))
-            ended += self._append(chosen, tokens.tolist(), values.tolist(), sampling)
+            ended += self._append(chosen, tokens.tolist(), values.tolist())
         return ended
 
-    def _append(
-        self, sequences: list[Sequence], tokens: list[int], logprobs: list[float], sampling: Sampling
-    ) -> list[Completion]:
+    def _append(self, sequences: list[Sequence], tokens: list[int], logprobs: list[float]) -> list[Completion]:
         """Add the drawn tokens; completions of the sequences that end with them."""
-        ended, version, stop_ids, lowest = [], self.version, sampling.stop_token_ids, float("-inf")
+        ended, version, lowest = [], self.version, float("-inf")
         for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
             reason = ""
             if lowest < logprob <= 0.0:  # NaN compares false
                 sequence.tokens.append(token)
                 sequence.logprobs.append(logprob)
                 sequence.versions.append(version)
-                if token in stop_ids or (sampling.stop and self._has_stop_string(sequence)):
+                sampling = sequence.request.sampling
+                if token in sampling.stop_token_ids or (sampling.stop and self._has_stop_string(sequence)):
                     finish = Finish.STOP
                 elif len(sequence.tokens) >= sequence.max_tokens:
                     finish = Finish.LENGTH

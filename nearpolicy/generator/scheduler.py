@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +31,8 @@ class Sequence:
     sample: int
     prompt: list[int]
     key: int
+    law: tuple[Any, ...]
+    """What decides how its tokens are drawn: sequences of one law are drawn together."""
     max_tokens: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -139,9 +142,12 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         prompt = request.token_ids.tolist()
-        longest = request.sampling.max_tokens
-        samples = deque(Sequence(request, i, prompt, sequence_key(request, i), longest) for i in range(request.n))
-        self._prompts.append(Prefix(request, prompt, samples))
+        sampling = request.sampling
+        law = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.record_support)
+        samples = (
+            Sequence(request, i, prompt, sequence_key(request, i), law, sampling.max_tokens) for i in range(request.n)
+        )
+        self._prompts.append(Prefix(request, prompt, deque(samples)))
 
     def waiting(self, request_id: str) -> list[Sequence]:
         """Samples of a request that have not started."""
