@@ -18,7 +18,7 @@ from pydantic import Field, PositiveInt, ValidationError, field_validator, model
 from nearpolicy.errors import ConfigError, described, nearest
 from nearpolicy.evaluate.config import EvaluationConfig
 from nearpolicy.generator.config import GeneratorConfig, SamplingConfig
-from nearpolicy.learner.config import CheckpointConfig, LearnerConfig, WarmStartConfig
+from nearpolicy.learner.config import CheckpointConfig, CriticConfig, LearnerConfig, WarmStartConfig
 from nearpolicy.models.config import ModelConfig
 from nearpolicy.objectives.config import ObjectiveConfig
 from nearpolicy.recipe_keys import explain_unknown_key, other_names
@@ -103,6 +103,8 @@ class RunConfig(ConfigModel):
     """Advantages, loss, correction."""
     learner: LearnerConfig = LearnerConfig()
     """Optimizer and micro-batches."""
+    critic: CriticConfig | None = Field(default_factory=lambda data: _critic_for(data.get("objective")))
+    """The value model; there with `objective.advantage: gae`."""
     sync: SyncConfig = SyncConfig()
     """Publication of weights."""
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -147,6 +149,11 @@ class RunConfig(ConfigModel):
         return self
 
 
+def _critic_for(objective: ObjectiveConfig | None) -> CriticConfig | None:
+    """The section `critic` where nobody writes it. No objective: it was refused."""
+    return CriticConfig() if objective is not None and objective.advantage == "gae" else None
+
+
 def contradictions(config: RunConfig) -> Iterator[str]:
     """Settings of different sections that cannot work together, one sentence each."""
     queue, sampling, learner = config.queue, config.sampling, config.learner
@@ -183,6 +190,7 @@ def contradictions(config: RunConfig) -> Iterator[str]:
             f"are more than the {MOST_SLOTS:,} and {MOST_COMPLETIONS:,} that this program is made for; lower them"
         )
     yield from _objective_contradictions(config)
+    yield from _critic_contradictions(config)
     yield from _task_contradictions(config)
     yield from _idle_settings(config)
     yield from _out_of_range(config.model_dump(), ())
@@ -196,6 +204,13 @@ def _objective_contradictions(config: RunConfig) -> Iterator[str]:
         yield (
             f"sampling.num_generations={sampling.num_generations} leaves objective.advantage={objective.advantage} "
             f"nothing to compare with, every advantage would be 0; use at least {smallest}"
+        )
+    drops = config.queue.drop_zero_variance_groups or config.queue.dynamic_sampling
+    if drops and sampling.num_generations == 1 and not objective.greedy_baseline:
+        key = "dynamic_sampling" if config.queue.dynamic_sampling else "drop_zero_variance_groups"
+        yield (
+            f"queue.{key}=true leaves out groups whose rewards are all equal, and with sampling.num_generations=1 that "
+            "is every group; leave it out or draw more completions"
         )
     if objective.pass_k is not None and objective.pass_k > sampling.num_generations:
         yield (
@@ -216,6 +231,27 @@ def _objective_contradictions(config: RunConfig) -> Iterator[str]:
         yield (
             f"objective.overlong_buffer={objective.overlong_buffer} is longer than "
             f"sampling.max_completion_length={sampling.max_completion_length}; lower it"
+        )
+
+
+def _critic_contradictions(config: RunConfig) -> Iterator[str]:
+    critic, advantage = config.critic, config.objective.advantage
+    if critic is None:
+        if advantage == "gae":
+            yield "objective.advantage=gae needs a critic; leave `critic` out for its defaults"
+        return
+    if not config.objective.parts["advantage"].uses_values:
+        yield (
+            f"critic is set, but objective.advantage={advantage} has no use for values; leave `critic` out, or set "
+            "objective.advantage=gae"
+        )
+    if advantage == "vtrace":
+        why = "but the targets of objective.advantage=vtrace have no lambda; leave it out"
+        yield from _changed("critic", critic, ("gae_lambda",), why)
+    if critic.pretraining_steps >= config.run.steps:
+        yield (
+            f"critic.pretraining_steps={critic.pretraining_steps} trains the critic alone for all of the run's "
+            f"run.steps={config.run.steps}; lower it or train longer"
         )
 
 

@@ -67,7 +67,7 @@ def refuse(config: RunConfig, *, makes_run: bool) -> ModelShape | None:
     ``makes_run``: whether `run.dir` will be taken (the recipe of a finished run names its own folder). Returns the
     model's shape, or None if it lies on a hub and has not been fetched.
     """
-    from nearpolicy.launch.sizes import memory_refusal, model_shape, reference_shape
+    from nearpolicy.launch.sizes import critic_shape, memory_refusal, model_shape, reference_shape
     from nearpolicy.store.folder import refuse_unusable
     from nearpolicy.tasks.sources import check_exists
 
@@ -80,6 +80,7 @@ def refuse(config: RunConfig, *, makes_run: bool) -> ModelShape | None:
         problems += _model_problems(config, shape)
         try:
             reference_shape(config, shape)
+            critic_shape(config, shape)
             if (too_large := memory_refusal(config, shape, trains=makes_run)) is not None:
                 problems.append(too_large)
         except UserError as error:
@@ -187,9 +188,22 @@ def _run(config: RunConfig) -> Lines:
         yield "reference", f"{objective.reference}, {kl}: one more forward pass per step"
     elif objective.reference != "none":
         yield "teacher", f"{objective.reference}: one more forward pass per step"
+    if config.critic is not None:
+        yield "critic", _critic(config)
     for task in config.tasks:
         rewards = ", ".join(f"{reward.weight:g} x {reward.source}" for reward in task.rewards)
         yield f"task {task.name}", f"{task.weight / total:.0%} of prompts, held out {task.held_out}, reward {rewards}"
+
+
+def _critic(config: RunConfig) -> str:
+    """What a critic is and costs."""
+    critic = config.critic
+    rate = critic.learning_rate or config.learner.learning_rate
+    alone = f"; alone for the first {count(critic.pretraining_steps, 'step')}" if critic.pretraining_steps else ""
+    return (
+        f"{critic.path or 'begins as the policy'}, learning rate {rate:g}: one more forward pass per step and one more "
+        f"update beside each{alone}"
+    )
 
 
 def _rewards(config: RunConfig, functions: Mapping[str, UserFunction]) -> Lines:

@@ -55,11 +55,21 @@ def command(
 
     with RunReader(run) as reader:
         config = config_from_dict(reader.config, where=str(run))
+        without_critic = {section: values for section, values in reader.config.items() if section != "critic"}
         chosen = {RECORDED: config.objective}
+        if config.critic is not None:
+            print("the recorded objective is left out: it needs its critic, and no recording holds a critic's weights")
+            chosen, config = {}, config.model_copy(update={"critic": None})
         for name, settings in map(load_objective, files):
-            if name in chosen:
+            if name in chosen or name == RECORDED:
                 raise ConfigError(f"two objectives are called {name}; rename one of the files")
-            chosen[name] = config_from_dict({**reader.config, "objective": settings}, where=name).objective
+            wanted = config_from_dict({**without_critic, "objective": settings}, where=name)
+            if wanted.critic is not None:
+                raise ConfigError(
+                    f"{name}: objective.advantage={wanted.objective.advantage} needs a critic, and no recording holds "
+                    "a critic's weights; compare another advantage"
+                )
+            chosen[name] = wanted.objective
         step, version = choose(reader, at, weights)
         result = asyncio.run(compare(reader, config, chosen, step=step, version=version, train=train))
     print_table(result)

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 
 from nearpolicy.learner.config import LearnerConfig
-from nearpolicy.models.policy import PolicyModel
 
 
 class MasterAdamW:
-    """The optimizer of a policy. Low-precision models keep a float32 copy here: it would round small updates away."""
+    """The optimizer of a model. Low-precision models keep a float32 copy here: it would round small updates away."""
 
-    def __init__(self, policy: PolicyModel, config: LearnerConfig) -> None:
-        self._parameters = [p for p in policy.parameters() if p.requires_grad]
+    def __init__(self, model: torch.nn.Module, config: LearnerConfig) -> None:
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._masters = [p if p.dtype == torch.float32 else _master(p) for p in self._parameters]
         self._adamw = torch.optim.AdamW(
             self._masters,

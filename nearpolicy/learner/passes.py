@@ -18,6 +18,7 @@ from nearpolicy.learner.packing import Packed, build_trees, microbatches, pack, 
 from nearpolicy.models.numerics import Numerics
 from nearpolicy.models.policy import PolicyModel, Scores, Support
 from nearpolicy.models.rows import RowContext
+from nearpolicy.models.value import ValueModel
 from nearpolicy.records import Row
 
 
@@ -58,17 +59,13 @@ class Passes:
         reference: tuple[PolicyModel, Sequence[Tensor]] | None = None,
     ) -> Scores:
         """[N] scores of the packed targets. ``reference``: another model, and its hidden states by row, for the KL."""
-        if self.threads_now is not None:
-            torch.set_num_threads(self.threads_now())
-        num_rows = self._numerics.rows(len(packed.input_ids), self._threads)
-        num_targets = self._numerics.rows(len(packed.targets), self._threads)
-        context = RowContext(packed.nodes, num_rows, model.device)
+        ids, context, num_targets = self._begin(packed, model.device)
         theirs = None
         if reference is not None:
             hidden = torch.cat([reference[1][i] for i, _ in targets_by_row(packed)])
             theirs = reference[0], torch.nn.functional.pad(hidden, (0, 0, 0, num_targets - len(hidden)))
         scores = model(
-            _padded(packed.input_ids, num_rows, model.device),
+            ids,
             context.positions,
             context,
             _padded(packed.predicted_from, num_targets, model.device),
@@ -96,10 +93,10 @@ class Passes:
         width = model.config.get_text_config().hidden_size
         out = [torch.zeros(int(row.trained.sum()), width, device=model.device) for row in rows]
         for packed in self.packed(rows, wanted):
-            num_rows = self._numerics.rows(len(packed.input_ids), self._threads)
-            context = RowContext(packed.nodes, num_rows, model.device)
-            states = model.hidden(_padded(packed.input_ids, num_rows, model.device), context.positions, context)
-            states = states[torch.from_numpy(packed.predicted_from).to(model.device)]
+            ids, context, _ = self._begin(packed, model.device)
+            states = model.hidden(ids, context.positions, context)[
+                torch.from_numpy(packed.predicted_from).to(model.device)
+            ]
             for i, here in targets_by_row(packed):
                 out[i] = states[here]
         return out
@@ -120,6 +117,29 @@ class Passes:
             scores = self.score(model, rows, packed, same_support=same_support, reference=reference)
             _place(out, packed, scores.reference_kl)
         return out
+
+    def value(self, model: ValueModel, packed: Packed) -> Tensor:
+        """[N] values of the states that the packed targets were chosen in, with gradient."""
+        ids, context, num_targets = self._begin(packed, model.device)
+        rows = _padded(packed.predicted_from, num_targets, model.device)
+        return model(ids, context.positions, context, rows)[: len(packed.targets)]
+
+    @torch.no_grad()
+    def values(self, model: ValueModel, rows: Sequence[Row], wanted: Sequence[int]) -> list[np.ndarray]:
+        """[T] float32 values before each trained token per row, 0 where nothing is wanted."""
+        out = [np.zeros(len(row.segment.token_ids), dtype=np.float32) for row in rows]
+        for packed in self.packed(rows, wanted):
+            _place(out, packed, self.value(model, packed))
+        return out
+
+    def _begin(self, packed: Packed, device: torch.device) -> tuple[Tensor, RowContext, int]:
+        """(padded ids, their context, how many targets to compute), on as many threads as may be used now."""
+        if self.threads_now is not None:
+            torch.set_num_threads(self.threads_now())
+        num_rows = self._numerics.rows(len(packed.input_ids), self._threads)
+        num_targets = self._numerics.rows(len(packed.targets), self._threads)
+        ids = _padded(packed.input_ids, num_rows, device)
+        return ids, RowContext(packed.nodes, num_rows, device), num_targets
 
 
 def _place(out: Sequence[np.ndarray], packed: Packed, values: Tensor) -> None:

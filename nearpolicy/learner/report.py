@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -79,8 +79,12 @@ class StepTally:
             self._total.proximal += stats.proximal
             self._total.behavior += stats.behavior
             self._total.advantages += stats.advantages
-        for i, kept in stats.kept.items():
-            self._applied[i] |= kept & np.isfinite(norm)
+        self.mark(stats.kept, norm)
+
+    def mark(self, kept: Mapping[int, np.ndarray], norm: float) -> None:
+        """Row -> [T] bool: tokens in the loss of an update whose gradient had this norm."""
+        for i, of_row in kept.items():
+            self._applied[i] |= of_row & np.isfinite(norm)
 
     def metrics(self, *, rate: float, updates: int, entropy_coef: float | None) -> dict[str, float]:
         """``rate``: learning rate of the step. ``updates``: since the start of the run. ``entropy_coef``: of the step,

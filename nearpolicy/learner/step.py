@@ -1,6 +1,6 @@
 """The learner's verbs, and the one function that makes a step of them.
 
-    step(batch):  annotate -> revise -> for each pass and minibatch: forward_backward -> optim_step
+    step(batch):  annotate -> revise -> for each pass and minibatch: forward_backward -> optim_step (and the critic's)
 
 The loss of an update is the sum over its kept tokens of share x token loss, divided by the update's divisor. Shares
 depend on a token's own rollout, the divisor adds up beside the gradient and divides it once, in `optim_step`: how the
@@ -8,6 +8,7 @@ update was cut into micro-batches makes no difference.
 
     selection  which rows of a step do what          passes  rows through a model, in micro-batches
     tokens     what a loss sees of a micro-batch     report  what is counted and said of a step
+    critic     the value model, where there is one
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import numpy as np
 import torch
 
 from nearpolicy.errors import NearpolicyError
-from nearpolicy.learner.config import LearnerConfig
+from nearpolicy.learner.config import CriticConfig, LearnerConfig
+from nearpolicy.learner.critic import Critic, ValueStats, ValueTally, require_same
 from nearpolicy.learner.optimizer import MasterAdamW
 from nearpolicy.learner.passes import Passes
 from nearpolicy.learner.report import StepTally, TokenStats
@@ -30,11 +32,18 @@ from nearpolicy.learner.selection import minibatches, segment_places, trained_ro
 from nearpolicy.learner.tokens import NOTHING_KNOWN, Annotated, sequences_of, tokens_of
 from nearpolicy.models.numerics import Numerics
 from nearpolicy.models.policy import PolicyModel
+from nearpolicy.models.value import ValueModel
 from nearpolicy.models.weights import digests, fingerprint, load_weights, named_weights
 from nearpolicy.objectives import regularisers
-from nearpolicy.objectives.assign import Annotations, assign_advantages, needs_annotations
+from nearpolicy.objectives.assign import (
+    Annotations,
+    assign_advantages,
+    needs_annotations,
+    needs_logprobs,
+    value_targets,
+)
 from nearpolicy.objectives.objective import Objective, TokenObjective
-from nearpolicy.records import Batch, Row, StepReport, VersionRecord
+from nearpolicy.records import Batch, Group, Row, StepReport, VersionRecord
 from nearpolicy.roles import Weights
 
 
@@ -51,14 +60,17 @@ class PolicyLearner:
         temperature: float,
         total_steps: int,
         reference: PolicyModel | None = None,
+        value_model: ValueModel | None = None,
+        critic: CriticConfig | None = None,
         seed: int = 0,
         threads: int = 1,
         threads_now: Callable[[], int] | None = None,
         on_event: Callable[..., None] | None = None,
     ) -> None:
-        """``reference``: the policy that the objective compares with, or its teacher. ``threads``: the most that one
-        operation uses. ``threads_now`` is asked before each micro-batch how many it may use at the moment; with exact
-        numerics the bits do not depend on the answer."""
+        """``reference``: the policy that the objective compares with, or its teacher. ``value_model``: makes the
+        learner hold a critic, trained as ``critic`` says. ``threads``: the most that one operation uses.
+        ``threads_now`` is asked before each micro-batch how many it may use at the moment; with exact numerics the bits
+        do not depend on the answer."""
         self.policy = policy
         self.reference = reference
         self.objective = objective
@@ -75,6 +87,11 @@ class PolicyLearner:
             threads=threads,
             threads_now=threads_now,
         )
+        self.critic: Critic | None = None
+        if value_model is not None:
+            if not objective.config.parts["advantage"].uses_values:
+                raise ValueError(f"objective.advantage={objective.config.advantage} has no use for a value_model")
+            self.critic = Critic(value_model, critic or CriticConfig(), config, self.passes)
         self._seed = seed
         self._total_steps = total_steps
         self._emit = on_event or (lambda *_, **__: None)
@@ -84,21 +101,22 @@ class PolicyLearner:
 
     def step(self, batch: Batch) -> StepReport:
         """Consume one batch: ``num_iterations`` passes of ``minibatches`` updates. An empty batch makes no update."""
-        begin, updates_before, rate = time.perf_counter(), self.updates, self.learning_rate
+        begin, updates_before = time.perf_counter(), self.updates
         annotated = self._timed("annotate", self.known_at_start, batch.rows) if self._annotates else NOTHING_KNOWN
         rows = self.revised(batch, annotated)
-        tally = StepTally(rows)
+        annotated = self.with_targets(batch, annotated)
+        tally, values = StepTally(rows), ValueTally()
         for iteration in range(self.config.num_iterations):
             for part in minibatches(batch, rows, self.config.minibatches):
-                stats = TokenStats()
-                known = self.with_choice(part, rows, annotated)
-                if self._timed("forward_backward", self.forward_backward, part, self.objective, rows, known, stats):
-                    tally.add(stats, self._timed("optim", self.optim_step, rate), first_pass=iteration == 0)
-                else:
-                    self.forget_gradient()  # and the divisor, which would weigh on the next update
+                if not self.is_pretraining:
+                    self._update_policy(part, rows, annotated, tally, first_pass=iteration == 0)
+                if self.critic is not None:
+                    self._update_critic(part, rows, annotated, tally, values)
         moved = self.objective.config.entropy_target is not None
         entropy_coef = self.objective.entropy_weight if moved else None
-        metrics = tally.metrics(rate=rate, updates=self.updates, entropy_coef=entropy_coef)
+        metrics = tally.metrics(rate=self.learning_rate, updates=self.updates, entropy_coef=entropy_coef)
+        if self.critic is not None:
+            metrics |= values.metrics(rows, annotated, clip=self.critic.config.clip, rate=self._critic_rate)
         metrics |= self._lag(rows, updates_before + max(0, len(tally.norms) - 1))
         self._control_entropy(metrics)
         self.version += 1
@@ -109,15 +127,30 @@ class PolicyLearner:
 
     @property
     def learning_rate(self) -> float:
-        """Rate of the step that comes next."""
-        config = self.config
+        """The policy's rate in the step that comes next: 0 while the critic is trained alone, on schedule after it."""
+        config, before = self.config, self._pretraining_steps
+        if self.is_pretraining:
+            return 0.0
         return learning_rate(
-            self.version,
+            self.version - before,
             peak=config.learning_rate,
             schedule=config.lr_schedule,
             warmup_steps=config.warmup_steps,
-            total_steps=self._total_steps,
+            total_steps=self._total_steps - before,
         )
+
+    @property
+    def is_pretraining(self) -> bool:
+        """Whether the step that comes next trains the critic alone."""
+        return self.version < self._pretraining_steps
+
+    @property
+    def _pretraining_steps(self) -> int:
+        return 0 if self.critic is None else self.critic.config.pretraining_steps
+
+    @property
+    def _critic_rate(self) -> float:
+        return self.critic.learning_rate(self.version, self._total_steps)
 
     def annotate(self, rows: Sequence[Row]) -> list[np.ndarray]:
         """Log-probabilities of the policy as it is now, [T] float32 per row; 0 where the loss does not need them."""
@@ -126,14 +159,24 @@ class PolicyLearner:
     def known_at_start(self, rows: Sequence[Row]) -> Annotated:
         """What the objective needs to know of the rows before the first update of a step."""
         needed = trained_rows(rows) if self._revises else useful_rows(rows, range(len(rows)), self.objective)
-        proximal = reference = hidden = None
-        if self.config.updates_per_step > 1 or self._revises:
+        proximal = reference = hidden = full_kl = None
+        several = self.config.updates_per_step > 1 and not self.is_pretraining
+        if several or needs_logprobs(self.objective.config):
             proximal = self._logprobs(self.policy, rows, needed)
         if self.reference is not None:
             reference = self._logprobs(self.reference, rows, needed)
             if self.objective.needs_full_kl:
                 hidden = self.passes.hidden(self.reference, rows, needed)
-        return Annotated(proximal=proximal, reference=reference, reference_hidden=hidden)
+                if self.objective.config.kl_in == "reward":
+                    states, support = (self.reference, hidden), self.objective.same_support
+                    full_kl = self.passes.full_kl(self.policy, rows, needed, states, same_support=support)
+        return Annotated(
+            proximal=proximal,
+            reference=reference,
+            reference_hidden=hidden,
+            reference_kl=full_kl,
+            values=None if self.critic is None else self.critic.annotate(rows),
+        )
 
     def forward_backward(
         self,
@@ -146,8 +189,10 @@ class PolicyLearner:
         """Add the gradient over the ``wanted`` rows and what it is divided by; False if there was nothing to learn.
 
         ``known.proximal`` is None in the first update of a step: then the policy is still the proximal one, and its
-        own log-probabilities (detached) are used. Rows of one rollout stand together in ``wanted``.
+        own log-probabilities (detached) are used. Rows of one rollout stand together in ``wanted``. ``stats`` may hold
+        earlier parts of the same update.
         """
+        before = stats.divisor
         useful = useful_rows(rows, wanted, objective)
         self._count_the_others(wanted, useful, objective, rows, stats)
         for packed in self.passes.packed(rows, useful, objective.whole_rollouts):
@@ -167,7 +212,7 @@ class PolicyLearner:
             stats.count(rows, packed, tokens, found)
             stats.loss_sum += float(loss.detach())
             stats.divisor += objective.divisor(found.kept, tokens.sequences)
-        self.optimizer.divisor += stats.divisor
+        self.optimizer.divisor += stats.divisor - before
         return bool(useful) and stats.divisor > 0
 
     def normalise(self) -> None:
@@ -202,12 +247,16 @@ class PolicyLearner:
         self.optimizer = MasterAdamW(self.policy, self.config)
         self.version, self.updates = version, 0
         self._updates_in = dict.fromkeys(range(version + 1), 0)
+        if self.critic is not None:
+            self.critic.restart()
 
     def begin(self) -> None:
         """Take the weights of now for version 0: fresh moments, since those of a warm start belong to another loss."""
         self.optimizer = MasterAdamW(self.policy, self.config)
         if self.reference is not None and self.objective.config.reference == "initial":
             load_weights(self.reference.model, named_weights(self.policy.model))
+        if self.critic is not None:
+            self.critic.begin(self.policy)
 
     def weights(self, parent: int | None) -> Weights:
         """What there is to publish; the tensors are the live ones, so publish before the next step."""
@@ -219,20 +268,25 @@ class PolicyLearner:
         return Weights(record=record, tensors=tensors, digests=parts)
 
     def state(self) -> dict[str, Any]:
-        """Everything beside the weights that the next step depends on."""
+        """Everything beside the policy's weights that the next step depends on."""
+        own_critic = {} if self.critic is None else {"critic": self.critic.state()}
         return {
             "version": self.version,
             "updates": self.updates,
             "updates_in": dict(self._updates_in),
             "entropy_coef": self.objective.entropy_coef,
             "optimizer": self.optimizer.state_dict(),
+            **own_critic,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        require_same(self.critic, state.get("critic"))
         self.version, self.updates = state["version"], state["updates"]
         self._updates_in = dict(state["updates_in"])
         self.objective = replace(self.objective, entropy_coef=state["entropy_coef"])
         self.optimizer.load_state_dict(state["optimizer"])
+        if self.critic is not None:
+            self.critic.load_state(state["critic"])
 
     @property
     def _revises(self) -> bool:
@@ -240,19 +294,34 @@ class PolicyLearner:
 
     @property
     def _annotates(self) -> bool:
-        return self.config.updates_per_step > 1 or self.reference is not None or self._revises
+        needs_more = self.reference is not None or self.critic is not None or self._revises
+        return self.config.updates_per_step > 1 or needs_more
 
     def revised(self, batch: Batch, annotated: Annotated) -> tuple[Row, ...]:
-        """The rows with advantages that depend on log-probabilities."""
+        """The rows with advantages that depend on log-probabilities, or on the critic's values."""
         if not self._revises:
             return batch.rows
-        there = {row.group for row in batch.rows}
+        if self.objective.needs_critic and annotated.values is None:
+            raise ValueError("objective.advantage=gae needs values; give PolicyLearner a value_model")
         return assign_advantages(
-            [group for group in batch.groups if group.index in there],
+            _groups_with_rows(batch),
             self.objective.config,
             max_completion_length=self.objective.max_completion_length,
             annotations=self._for_advantages(batch.rows, annotated),
         )
+
+    def with_targets(self, batch: Batch, annotated: Annotated) -> Annotated:
+        """Add what the critic is trained towards, if there is one."""
+        if self.critic is None:
+            return annotated
+        targets = value_targets(
+            _groups_with_rows(batch),
+            self.objective.config,
+            self._for_advantages(batch.rows, annotated),
+            gae_lambda=self.critic.config.gae_lambda,
+            max_completion_length=self.objective.max_completion_length,
+        )
+        return replace(annotated, targets=[targets[place].astype(np.float32) for place in segment_places(batch.rows)])
 
     def _for_advantages(self, rows: Sequence[Row], annotated: Annotated) -> Annotations:
         places = segment_places(rows)
@@ -260,14 +329,11 @@ class PolicyLearner:
         def keyed(arrays: Sequence[np.ndarray] | None) -> dict[tuple[int, int, int], np.ndarray]:
             return {} if arrays is None else dict(zip(places, arrays, strict=True))
 
-        full_kl = None
-        if self.objective.needs_full_kl:
-            states, support = self._reference_states(annotated), self.objective.same_support
-            full_kl = self.passes.full_kl(self.policy, rows, trained_rows(rows), states, same_support=support)
         return Annotations(
             proximal_logprobs=keyed(annotated.proximal),
             reference_logprobs=keyed(annotated.reference),
-            reference_kl=keyed(full_kl),
+            reference_kl=keyed(annotated.reference_kl),
+            values=keyed(annotated.values),
         )
 
     def with_choice(self, part: Sequence[int], rows: Sequence[Row], known: Annotated) -> Annotated:
@@ -288,6 +354,26 @@ class PolicyLearner:
         for i, of_row in zip(part, np.split(picked, ends)[:-1], strict=True):
             chosen[i][rows[i].trained] = of_row
         return replace(known, chosen=chosen)
+
+    def _update_policy(
+        self, part: Sequence[int], rows: Sequence[Row], annotated: Annotated, tally: StepTally, *, first_pass: bool
+    ) -> None:
+        stats, known = TokenStats(), self.with_choice(part, rows, annotated)
+        if self._timed("forward_backward", self.forward_backward, part, self.objective, rows, known, stats):
+            norm = self._timed("optim", self.optim_step, self.learning_rate)
+            tally.add(stats, norm, first_pass=first_pass)
+        else:
+            self.forget_gradient()  # and the divisor, which would weigh on the next update
+
+    def _update_critic(
+        self, part: Sequence[int], rows: Sequence[Row], known: Annotated, tally: StepTally, values: ValueTally
+    ) -> None:
+        stats, gradient = ValueStats(), self.critic.forward_backward
+        if self._timed("forward_backward", gradient, part, self.objective, rows, known, stats, model="critic"):
+            norm = self._timed("optim", self.critic.optim_step, self._critic_rate, model="critic")
+            values.add(stats, norm)
+            if self.is_pretraining:
+                tally.mark(stats.rows, norm)
 
     def _count_the_others(
         self,
@@ -321,13 +407,19 @@ class PolicyLearner:
             )
             self.objective = replace(self.objective, entropy_coef=coefficient)
 
-    def _timed(self, phase: str, call: Callable[..., Any], *arguments: Any) -> Any:
+    def _timed(self, phase: str, call: Callable[..., Any], *arguments: Any, **numbers: Any) -> Any:
         begin = time.perf_counter()
         result = call(*arguments)
-        self._emit(phase, seconds=time.perf_counter() - begin, version=self.version)
+        self._emit(phase, seconds=time.perf_counter() - begin, version=self.version, **numbers)
         return result
 
     def _lag(self, rows: Sequence[Row], updates: int) -> dict[str, float]:
         """How far the oldest token is behind the weights that the last update, after ``updates`` others, began with."""
         oldest = [int(row.segment.versions[row.trained].min()) for row in rows if row.trained.any()]
         return {"staleness/updates_max": float(updates - self._updates_in[min(oldest)])} if oldest else {}
+
+
+def _groups_with_rows(batch: Batch) -> list[Group]:
+    """Groups of the batch that were not left out."""
+    there = {row.group for row in batch.rows}
+    return [group for group in batch.groups if group.index in there]

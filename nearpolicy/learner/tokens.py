@@ -30,8 +30,14 @@ class Annotated:
     """[T] float32 log-probabilities of the reference; 0 where a token is not trained."""
     reference_hidden: Sequence[Tensor] | None = None
     """[trained tokens, hidden] states of the reference that predict them."""
+    reference_kl: Sequence[np.ndarray] | None = None
+    """[T] float32 KL from the policy to the reference over the whole vocabulary; 0 where a token is not trained."""
     chosen: Sequence[np.ndarray] | None = None
     """[T] bool: tokens picked out of the whole update."""
+    values: Sequence[np.ndarray] | None = None
+    """[T] float32 of the critic, before each trained token; 0 elsewhere."""
+    targets: Sequence[np.ndarray] | None = None
+    """[T] what the values are trained towards; 0 where a token is not trained."""
 
 
 NOTHING_KNOWN = Annotated()

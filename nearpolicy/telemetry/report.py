@@ -88,6 +88,12 @@ _CHARTS = (
     _Curves("Learning rate", {r"learner/learning_rate": "learning rate"}),
     _Curves("Loss", {r"policy/loss": "loss"}),
     _Curves(
+        "Values of the critic", {r"critic/value_mean": "value", r"critic/target_mean": "target"}, "means over tokens"
+    ),
+    _Curves(
+        "Explained variance", {r"critic/explained_variance": "critic"}, "of the targets, by values at the step's start"
+    ),
+    _Curves(
         "Shares",
         {
             r"reward/zero_variance_share": "groups without signal",

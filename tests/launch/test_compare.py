@@ -133,6 +133,7 @@ def test_a_reference_and_a_file_may_be_compared_too_and_a_page_is_written(capsys
         ("loss=gspo", {"at": 1, "weights": 7}, "--weights 7: the run kept the versions 0, 1, 2, 3, 4"),
         ("loss=gspo", {"at": 3, "weights": 0}, "these weights are older than the data"),
         ("advantage=grpo_passk,pass_k=20", {}, "asks for more completions than a group has"),
+        ("advantage=gae", {}, "advantage=gae: objective.advantage=gae needs a critic, and no recording holds"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_before_weights_are_loaded(recording, objective, options, named):

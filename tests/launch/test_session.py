@@ -206,6 +206,12 @@ def test_memory_that_was_held_is_what_check_estimates_under_the_same_names(confi
     assert set(estimated) - set(held) == {"learner: activations", "engine: activations"}
     for owner in ("learner: weights", "learner: AdamW", "engine: weights"):
         assert held[owner] == pytest.approx(estimated[owner], abs=0.1)
+    with_critic = config("objective.advantage=gae", "run.dir=with_critic")
+    more = run_session(Session(config=with_critic))["memory_mb"]
+    assert set(more) - set(held) == {"critic: weights", "critic: AdamW"}
+    estimated = memory_by_owner(with_critic, model_shape(with_critic.model))
+    for owner in ("critic: weights", "critic: AdamW", "learner: gradients"):
+        assert more[owner] == pytest.approx(estimated[owner], abs=0.1)
 
 
 def test_threads_that_exact_numerics_cannot_use_are_lowered_aloud():

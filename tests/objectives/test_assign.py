@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from nearpolicy.objectives import advantages, credit
-from nearpolicy.objectives.assign import Annotations, assign_advantages, needs_annotations, shaped_rewards
+from nearpolicy.objectives.assign import (
+    Annotations,
+    assign_advantages,
+    needs_annotations,
+    needs_logprobs,
+    shaped_rewards,
+    value_targets,
+)
 from nearpolicy.objectives.catalogue import ADVANTAGES
 from nearpolicy.objectives.config import ObjectiveConfig
 from nearpolicy.records import BASELINE, Admission, Baseline, Finish, Group, Prompt, Rollout, Segment
@@ -68,6 +75,7 @@ def test_every_token_of_a_rollout_gets_the_number_of_its_estimator(advantage):
         "dr_grpo": lambda: [advantages.dr_grpo(r) for r in rewards],
         "rloo": lambda: [advantages.rloo(r) for r in rewards],
         "reinforce": lambda: [advantages.reinforce(r) for r in rewards],
+        "gae": lambda: [advantages.reinforce(r) for r in rewards],  # nothing is known of values yet
         "reinforce_baseline": lambda: advantages.reinforce_baseline(rewards),
         "reinforce_plus_plus": lambda: advantages.reinforce_plus_plus(rewards),
         "reinforce_plus_plus_baseline": lambda: advantages.reinforce_plus_plus_baseline(rewards),
@@ -175,6 +183,58 @@ def test_vtrace_between_equal_policies_is_leave_one_out():
     right = advantages.rloo([1.0, 0.0, 0.25])
     assert [row.advantages[0] for row in found] == pytest.approx(right.tolist(), abs=1e-6)
     assert all((row.advantages == row.advantages[0]).all() for row in found)
+
+
+def with_values(groups, values) -> Annotations:
+    """Only a critic's values, per rollout one number for all its tokens."""
+    table = {
+        (g.index, r.sample, k): np.where(s.mask, values[g.index, r.sample], np.nan)
+        for g in groups
+        for r in g.rollouts
+        for k, s in enumerate(r.segments)
+    }
+    return Annotations(proximal_logprobs={}, reference_logprobs={}, reference_kl={}, values=table)
+
+
+def test_gae_goes_on_through_segments_and_over_observations():
+    groups = [group_of(0, [1.0, 0.0], [[segment([5, 6], [1, 0]), segment([7, 8], [1, 1])], [segment([9])]])]
+    known = with_values(groups, {(0, 0): 0.5, (0, 1): 0.25})
+    config = ObjectiveConfig(advantage="gae", gamma=0.9, gae_lambda=0.5, scale_rewards="none")
+    assert needs_annotations(config) and not needs_logprobs(config)
+    rows = assign_advantages(groups, config, annotations=known)
+    last = 1.0 - 0.5
+    between = 0.9 * 0.5 - 0.5
+    middle = between + 0.45 * last
+    assert rows[1].advantages.tolist() == pytest.approx([middle, last], abs=1e-7)
+    assert rows[0].advantages.tolist() == pytest.approx([between + 0.45 * middle, 0.0], abs=1e-7)
+    assert rows[2].advantages.tolist() == pytest.approx([-0.25], abs=1e-7)
+    targets = value_targets(groups, config, known, gae_lambda=1.0)
+    assert {place: row.tolist() for place, row in targets.items()} == {
+        (0, 0, 0): pytest.approx([0.81, 0.0]),
+        (0, 0, 1): pytest.approx([0.9, 1.0]),
+        (0, 1, 0): pytest.approx([0.0]),
+    }
+
+
+def test_whitened_advantages_have_mean_0_and_spread_1_over_the_tokens_of_the_step():
+    groups = [plain_group(0, [1.0, 0.0, None], LENGTHS[:3]), plain_group(1, [2.0, -1.0], LENGTHS[:2])]
+    known = with_values(groups, dict.fromkeys([(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)], 0.3))
+    rows = assign_advantages(groups, ObjectiveConfig(advantage="gae"), annotations=known)
+    values = np.concatenate([row.advantages[row.trained] for row in rows])
+    assert len(values) == 10  # the completion that nobody scored takes no part
+    assert values.mean() == pytest.approx(0.0, abs=1e-6)
+    assert values.std(ddof=1) == pytest.approx(1.0, rel=1e-6)
+    plain = assign_advantages(groups, ObjectiveConfig(advantage="gae", scale_rewards="none"), annotations=known)
+    raw = np.concatenate([row.advantages[row.trained] for row in plain])
+    assert values == pytest.approx((raw - raw.mean()) / raw.std(ddof=1), abs=1e-6)
+
+
+def test_advantages_that_are_all_equal_are_whitened_to_nothing():
+    groups = [plain_group(0, [1.0, 1.0])]
+    known = with_values(groups, {(0, 0): 0.0, (0, 1): 0.0})
+    assert not any(
+        row.advantages.any() for row in assign_advantages(groups, ObjectiveConfig(advantage="gae"), annotations=known)
+    )
 
 
 def test_a_teacher_gives_every_token_the_difference_of_log_probabilities():
