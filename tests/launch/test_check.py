@@ -76,7 +76,8 @@ def test_check_says_what_a_recipe_amounts_to(run, recipe):
         "at most 2 steps when consumed, 11 updates",
         "held-out accuracy       judged by: number, right from 1.0 (by its part `correct`",
         "engine: keys and values",
-        "engine 1, learner 1",
+        "engine 1 (",
+        "learner 1 (",
         "torch 2.",
     ):
         assert part in out
