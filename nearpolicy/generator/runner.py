@@ -258,7 +258,7 @@ class EngineRunner:
             return
         begin = time.perf_counter()
         try:
-            shown = self._engine.load(weights)
+            shown = self._engine.load(weights, keep_running=self._on_sync == "continue")
         except Exception as error:
             self._unproved = True
             done.set_exception(error)

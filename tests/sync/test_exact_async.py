@@ -323,7 +323,7 @@ def test_completions_of_all_groups_are_independent_draws(plain):
 
 
 @pytest.mark.parametrize("order", ["admission", "ready"])
-@pytest.mark.parametrize("on_sync", ["finish", "resume"])
+@pytest.mark.parametrize("on_sync", ["finish", "resume", "continue"])
 def test_ahead_of_training_the_bound_holds_and_engine_and_learner_still_agree_at_their_version(order, on_sync):
     run, _ = asynchronous(0, 0, bound=2, order=order, on_sync=on_sync, publish_every=2)
     assert len(run.losses) == STEPS
