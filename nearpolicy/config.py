@@ -8,6 +8,7 @@ torch or transformers."""
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -133,6 +134,11 @@ class RunConfig(ConfigModel):
         return self.sampling.leaves_out if self.objective.same_support is None else self.objective.same_support
 
     @property
+    def num_slots(self) -> int:
+        """Groups admitted but not yet in published weights, at most."""
+        return math.floor(self.generator.oversample * self.queue.num_slots)
+
+    @property
     def completions_per_group(self) -> int:
         """Samples, and the greedy completion where the objective needs one."""
         return self.sampling.num_generations + self.objective.greedy_baseline
@@ -183,9 +189,14 @@ def contradictions(config: RunConfig) -> Iterator[str]:
     if config.run.numerics == "exact" and config.model.dtype != "float32":
         yield f"run.numerics=exact needs model.dtype=float32, found {config.model.dtype}; use run.numerics=fast"
     samples = queue.prompts_per_step * sampling.num_generations
-    if queue.num_slots > MOST_SLOTS or samples > MOST_COMPLETIONS:
+    if config.generator.oversample > 1 and queue.at_bound == "wait":
         yield (
-            f"(queue.max_staleness + 1) * queue.prompts_per_step = {queue.num_slots:,} groups at once and "
+            f"generator.oversample={config.generator.oversample:g} starts more groups than may be trained within the "
+            "bound; set queue.order: ready and queue.at_bound: drop or requeue, or leave it out"
+        )
+    if config.num_slots > MOST_SLOTS or samples > MOST_COMPLETIONS:
+        yield (
+            f"(queue.max_staleness + 1) * queue.prompts_per_step = {config.num_slots:,} groups at once and "
             f"sampling.num_generations * queue.prompts_per_step = {samples:,} completions per step "
             f"are more than the {MOST_SLOTS:,} and {MOST_COMPLETIONS:,} that this program is made for; lower them"
         )

@@ -76,7 +76,7 @@ class Pipeline:
 
     async def _learn(self) -> None:
         unpublished: int | None = None
-        failed_before = filtered_before = 0
+        before = (0, 0, 0)
         for step in range(self.first_step, self.num_steps):
             begin = time.monotonic()
             ahead = await self._learn_ahead() if self.streaming else Ahead()
@@ -93,8 +93,9 @@ class Pipeline:
                 await self._publish(report.version)
                 unpublished = None
             times = step_times(batch, waited, time.monotonic() - begin)
-            lost = group_losses(batch, self.queue.num_failed - failed_before, self.queue.num_filtered - filtered_before)
-            failed_before, filtered_before = self.queue.num_failed, self.queue.num_filtered
+            now = (self.queue.num_failed, self.queue.num_filtered, self.queue.num_expired)
+            lost = group_losses(batch, *(b - a for a, b in zip(before, now, strict=True)))
+            before = now
             self.telemetry.log_step(step, {**batch_metrics(batch), **lost, **report.metrics, **times})
             if await self.after_step(report):
                 break

@@ -32,6 +32,7 @@ FOREIGN = {
     "max_lag": "queue.max_staleness",
     "async_steps": "queue.max_staleness",
     "partial_rollout": "generator.on_sync",
+    "over_sampling_batch_size": "generator.oversample",
     "inflight_updates": "generator.on_sync",
     "recompute_kv_cache_after_weight_updates": "generator.on_sync",
     "lr": "learner.learning_rate",
@@ -95,8 +96,6 @@ ALIASES = {
 """Second names that are accepted; one is unknown only where both are given."""
 
 ABSENT = {
-    "over_sampling_batch_size": "over-provisioned generation",
-    "oversample": "over-provisioned generation",
     "lora": "adapters",
     "vf_coef": "weight of the value loss (the critic has an optimizer of its own)",
 }

@@ -171,6 +171,10 @@ class Environment(Protocol):
         """Failures are data: the group says so and this does not raise."""
         ...
 
+    def give_up(self, admission: int, reason: str) -> None:
+        """This admission, which is running, is not wanted any more: it returns soon, with what it has sampled."""
+        ...
+
     async def stop(self) -> None:
         """The run is over: what is running returns soon, with what it has sampled."""
         ...
@@ -198,6 +202,8 @@ class RolloutQueue(Protocol):
     """Groups given up as failed since the start of the run."""
     num_filtered: int
     """Groups left out for their rewards, and replaced by later ones, since the start of the run."""
+    num_expired: int
+    """Groups given up beyond the bound since the start of the run."""
 
     async def reserve(self) -> Slot | None:
         """Waits while generation is far enough ahead; None when no admission is left."""

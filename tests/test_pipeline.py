@@ -80,6 +80,8 @@ class World:
         straggling: float = 0.0,
         failing: float = 0.0,
         streaming: bool = False,
+        at_bound: str = "wait",
+        num_slots: int | None = None,
     ) -> None:
         self.clock = clock
         self.streaming = streaming
@@ -94,17 +96,27 @@ class World:
         self.endings: Counter[int] = Counter()
         self.endings_told: list[tuple[int, Fate]] = []
         self.admitted_indices: list[int] = []
+        self.expired_count = self.expired_running = 0
         self.filled_count = self.failed_count = self.consumed_count = self.unpublished_groups = 0
         self.batches: list[list[int]] = []
         self.staleness: list[int] = []
         self.logged: list[dict[str, float]] = []
         self.published_versions: list[int] = []
+        self.num_slots = num_slots or (bound + 1) * per_step
+        self.given_up: dict[int, str] = {}
+        self.prompts: list[str] = []
+        """In order of admission."""
+        ledger = Ledger(
+            prompts_per_step=per_step, max_staleness=bound, order=order, at_bound=at_bound, num_slots=self.num_slots
+        )
         self.queue = StalenessBoundedQueue(
-            Ledger(prompts_per_step=per_step, max_staleness=bound, order=order),
+            ledger,
             self,
             self,
             seed=0,
             num_groups=per_step * steps,
+            requeue=at_bound == "requeue",
+            give_up=self.give_up,
         )
         self.pipeline = self.build()
 
@@ -120,7 +132,7 @@ class World:
             "after_step": self.after_step,
             "num_steps": self.steps,
             "prompts_per_step": self.per_step,
-            "num_slots": (self.bound + 1) * self.per_step,
+            "num_slots": self.num_slots,
             "weight_sync_steps": self.publish_every,
             "streaming": self.streaming,
         }
@@ -140,12 +152,19 @@ class World:
         straggler = draw.random() < self.straggling
         versions = []
         for _ in range(draw.randint(1, 3)):
+            if admission.index in self.given_up:
+                break
             await self.clock.wait(straggler=straggler)
             versions.append(self.generator_version)
         self.running -= 1
+        if admission.index in self.given_up:
+            return Group(admission=admission, failure=self.given_up[admission.index])
         if draw.random() < self.failing:
             return Group(admission=admission, failure="verifier crashed")
         return group_of(admission, versions)
+
+    def give_up(self, admission: int, reason: str) -> None:
+        self.given_up[admission] = reason
 
     async def stop(self) -> None:
         self.stopped = True
@@ -195,6 +214,7 @@ class World:
 
     def admitted(self, admission: Admission) -> None:
         self.admitted_indices.append(admission.index)
+        self.prompts.append(admission.prompt.id)
 
     def filled(self, group: Group) -> None:
         self.filled_count += 1
@@ -202,7 +222,12 @@ class World:
 
     def discarded(self, group: Group, fate: Fate, reason: str) -> None:
         self.endings_told.append((group.index, fate))
-        if fate is Fate.ABORTED:
+        if fate is Fate.EXPIRED:
+            self.expired_count += 1
+            if group.index not in self.endings:  # it was not finished
+                self.endings[group.index] += 1
+                self.expired_running += 1
+        elif fate is Fate.ABORTED:
             if group.index not in self.endings:  # it was still running when the run ended
                 self.endings[group.index] += 1
         else:
@@ -228,10 +253,11 @@ class World:
 
     def _check(self) -> None:
         queued = self.queue.num_waiting
-        assert self.filled_count + self.failed_count == self.consumed_count + queued + self.queue.num_failed
-        held = self.running + queued + self.unpublished_groups
+        expired = self.expired_count - self.expired_running
+        assert self.filled_count + self.failed_count == self.consumed_count + queued + self.queue.num_failed + expired
+        held = self.running - len(self.given_up) + self.expired_running + queued + self.unpublished_groups
         self.most_held = max(self.most_held, held)
-        assert held <= (self.bound + 1) * self.per_step
+        assert held <= self.num_slots
 
 
 def group_of(admission: Admission, versions: Sequence[int]) -> Group:
@@ -297,6 +323,48 @@ def check_run(run: dict) -> None:
 @given(runs())
 def test_every_run_ends_within_bound_and_slots_whatever_the_delays_and_failures(run):
     check_run(run)
+
+
+@st.composite
+def dropping_runs(draw) -> dict:
+    run = draw(runs()) | {"order": "ready", "streaming": False, "failing": 0.0}
+    slots = (run["bound"] + 1) * run["per_step"]
+    return run | {
+        "at_bound": draw(st.sampled_from(["drop", "requeue"])),
+        "num_slots": slots + draw(st.integers(0, 2 * slots)),
+        "straggling": draw(st.sampled_from([0.2, 0.5])),
+    }
+
+
+def check_dropping_run(run: dict) -> None:
+    world = run_world(**run)
+    assert max(world.staleness) <= run["bound"]
+    assert all(len(batch) == run["per_step"] for batch in world.batches) and len(world.batches) == run["steps"]
+    consumed = [index for batch in world.batches for index in batch]
+    assert len(consumed) == len(set(consumed))
+    assert world.endings == Counter(world.admitted_indices)  # what expires while it runs ends too, once
+    assert world.queue.num_expired == world.expired_count
+    assert sum(line["batch/expired_groups"] for line in world.logged) <= world.expired_count
+    if run["at_bound"] == "drop":
+        assert len(set(world.prompts)) == len(world.prompts)
+    else:  # a prompt is asked again for each time it expired, as far as there was room before the end
+        repeated = len(world.prompts) - len(set(world.prompts))
+        assert repeated <= world.expired_count
+        assert sorted(map(int, set(world.prompts))) == list(range(len(set(world.prompts))))
+
+
+@settings(max_examples=300, deadline=None)
+@given(dropping_runs())
+def test_where_groups_expire_at_the_bound_it_holds_with_any_number_of_slots(run):
+    check_dropping_run(run)
+
+
+def test_the_learner_does_not_wait_for_stragglers_that_may_be_dropped():
+    options = {"order": "ready", "per_step": 2, "bound": 1, "steps": 8, "straggling": 0.4}
+    worlds = [run_world(seed, at_bound="requeue", num_slots=8, **options) for seed in range(10)]
+    assert sum(world.expired_running for world in worlds) > 10
+    assert any(len(world.prompts) > len(set(world.prompts)) for world in worlds)
+    assert all(run_world(seed, **options).expired_count == 0 for seed in range(3))
 
 
 @pytest.mark.large

@@ -65,8 +65,8 @@ class SingleTurn:
                 "tokenised again may give others. Use a generator that returns ids, or only evaluate with this one"
             )
         self._numerics = found.numerics
-        self._cut_off: dict[str, Callable[[str], None]] = {}
-        """By request that is running: how to end it early, given the reason."""
+        self._cut_off: dict[int, Callable[[str], None]] = {}
+        """By admission that is running: how to end it early, given the reason."""
 
     async def run(self, admission: Admission) -> Group:
         context = self._render(admission.prompt)
@@ -99,14 +99,14 @@ class SingleTurn:
             timer = asyncio.get_running_loop().call_later(self._timeout_s, cut_off, reason)
         try:
             async with asyncio.TaskGroup() as judging:
-                self._cut_off[requests[0].id] = cut_off
+                self._cut_off[admission.index] = cut_off
                 for request in requests:
                     judging.create_task(collect(request))
         except asyncio.CancelledError as stopped:
             stopped.add_note(self._missing(tasks))  # shown if a time limit is the cause
             raise
         finally:
-            self._cut_off.pop(requests[0].id, None)
+            self._cut_off.pop(admission.index, None)
             if timer is not None:
                 timer.cancel()
         tasks.sort(key=lambda task: task[0].sample)
@@ -116,6 +116,10 @@ class SingleTurn:
                 raise EngineError(f"the generator answered request {request.id!r} of {n} samples with {samples}")
         group = self._group(admission, [(r, c, {} if task.cancelled() else task.result()) for r, c, task in tasks])
         return replace(group, failure=early[0]) if early else group
+
+    def give_up(self, admission: int, reason: str) -> None:
+        if cut_off := self._cut_off.get(admission):
+            cut_off(reason)
 
     async def stop(self) -> None:
         for cut_off in list(self._cut_off.values()):
@@ -216,15 +220,22 @@ class Bounded:
         self._retries = retries
         self._on_retry = on_retry or (lambda group: None)
         self._stopped = False
+        self._given_up: set[int] = set()
+        """Admissions that are running and not wanted any more."""
 
     async def run(self, admission: Admission) -> Group:
         group = await self._attempt(admission)
         for _ in range(self._retries):
-            if group.failure is None or self._stopped:
+            if group.failure is None or self._stopped or admission.index in self._given_up:
                 break
             self._on_retry(group)
             group = await self._attempt(replace(group.admission, attempt=group.admission.attempt + 1))
+        self._given_up.discard(admission.index)
         return group
+
+    def give_up(self, admission: int, reason: str) -> None:
+        self._given_up.add(admission)
+        self._environment.give_up(admission, reason)
 
     async def stop(self) -> None:
         self._stopped = True

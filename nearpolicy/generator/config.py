@@ -76,6 +76,11 @@ class GeneratorConfig(ConfigModel):
     made of their past tokens: no work is done twice, and their new tokens come from a mixture of both weights that the
     learner cannot repeat, so engine and learner differ there even with exact numerics. Every token keeps the version
     that sampled it."""
+    oversample: float = Field(1.0, ge=1, le=16)
+    """Groups that may be generated at once, as a multiple of what the bound on staleness has room for. Above 1 the
+    learner takes the groups that end first and slow ones are left behind, so `queue.order: ready` with
+    `queue.at_bound: drop` or `requeue` is needed; with `on_sync: resume` or `continue` unfinished completions go on
+    under newer weights."""
     max_running: PositiveInt = 64
     """Sequences decoded at once."""
     kv_memory_mb: float | None = Field(None, gt=0, le=1e9)

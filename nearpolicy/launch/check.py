@@ -236,7 +236,7 @@ def _sizes(config: RunConfig) -> Lines:
     completions = config.completions_per_step
     longest = sampling.max_prompt_length + sampling.max_completion_length
     sampled = completions * sampling.max_completion_length
-    ahead = queue.num_slots * config.completions_per_group
+    ahead = config.num_slots * config.completions_per_group
     lag = (queue.max_staleness + 1) * updates - 1
     greedy = config.objective.greedy_baseline
     size = f"({sampling.num_generations} + 1 greedy)" if greedy else sampling.num_generations
@@ -245,7 +245,7 @@ def _sizes(config: RunConfig) -> Lines:
         yield "greedy baselines", "judged and recorded, never trained; a prompt is computed once more for its own"
     yield "tokens per step", f"at most {sampled:,} sampled, {completions * longest:,} with prompts"
     yield "updates", f"{updates} per step, {updates * config.run.steps:,} in {config.run.steps} steps"
-    yield "slots", f"{queue.num_slots} groups = {ahead} completions admitted but not yet in published weights, at most"
+    yield "slots", f"{config.num_slots} groups = {ahead} completions admitted but not yet in published weights, at most"
     yield "decoded at once", f"{min(config.generator.max_running, ahead)} sequences"
     oldest = f"at most {count(queue.max_staleness, 'step')} when consumed"
     yield "staleness", f"{oldest}, {count(lag, 'update')} at the end of the step"

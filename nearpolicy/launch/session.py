@@ -216,7 +216,13 @@ class Session:
             on_retry=lambda group: self.store.discarded(group, Fate.FAILED, group.failure),
         )
         queue = StalenessBoundedQueue(
-            Ledger(prompts_per_step=limits.prompts_per_step, max_staleness=limits.max_staleness, order=limits.order),
+            Ledger(
+                prompts_per_step=limits.prompts_per_step,
+                max_staleness=limits.max_staleness,
+                order=limits.order,
+                at_bound=limits.at_bound,
+                num_slots=config.num_slots,
+            ),
             self.language.mixture,
             self.store,
             seed=config.run.seed,
@@ -224,6 +230,8 @@ class Session:
             stall_timeout_s=limits.stall_timeout_s,
             left_out=self._left_out if limits.dynamic_sampling else None,
             max_rounds=limits.max_rounds or 0,
+            requeue=limits.at_bound == "requeue",
+            give_up=bounded.give_up,
             on_event=partial(self.telemetry.event, "queue"),
         )
         return Pipeline(
@@ -242,7 +250,7 @@ class Session:
             after_step=self._after_step,
             num_steps=config.run.steps,
             prompts_per_step=limits.prompts_per_step,
-            num_slots=limits.num_slots,
+            num_slots=config.num_slots,
             weight_sync_steps=config.sync.weight_sync_steps,
             streaming=config.learner.streaming and self.learner.inner.can_learn_ahead and limits.order == "admission",
         )

@@ -43,6 +43,10 @@ class QueueConfig(ConfigModel):
     run can then be repeated bit for bit; above it which weights sample a token depends on time, and only what was
     recorded can be trained on again. `ready`: finished groups go first as far as the bound allows; faster with
     stragglers."""
+    at_bound: Literal["wait", "drop", "requeue"] = "wait"
+    """With `order: ready`, what happens to groups that would pass the bound. `wait`: the learner waits for them in time.
+    `drop`: it does not; groups beyond the bound, finished or not, expire after the step. `requeue`: their prompts are
+    asked once more."""
     drop_zero_variance_groups: bool = False
     """Leave groups whose scored completions all have one reward (with `remax`: that of the greedy one) out of the
     batch. Their place stays empty; the divisor counts what is left."""
@@ -76,6 +80,15 @@ class QueueConfig(ConfigModel):
         return self
 
     @model_validator(mode="after")
+    def _dropping_belongs_to_ready(self) -> Self:
+        if self.at_bound != "wait" and self.order != "ready":
+            raise ValueError(
+                f"queue.at_bound={self.at_bound} has no effect with queue.order={self.order}, where the learner waits "
+                "for each group in turn; set queue.order: ready or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _rounds_belong_to_dynamic_sampling(self) -> Self:
         if not self.dynamic_sampling and self.max_rounds is not None:
             raise ValueError(
@@ -95,7 +108,7 @@ class QueueConfig(ConfigModel):
 
     @property
     def num_slots(self) -> int:
-        """Groups admitted but not yet in published weights, at most."""
+        """Groups admitted but not yet in published weights, at most, but for `generator.oversample`."""
         return (self.max_staleness + 1) * self.prompts_per_step
 
 

@@ -1,7 +1,8 @@
 """Staleness arithmetic, pure: who holds a slot, who may be consumed, and why the bound cannot be passed.
 
 A *slot* is held from admission until the step that used its group is published, or until the group fails. At most
-``(max_staleness + 1) * prompts_per_step`` are held. Write B for prompts_per_step, eta for max_staleness.
+``(max_staleness + 1) * prompts_per_step`` are held (``generator.oversample`` times that). Write B for
+prompts_per_step, eta for max_staleness.
 
 Bound, consumption in admission order, any publication period. Let a group g be admitted when v steps are published and
 s >= v are consumed. The s - v consumed but unpublished steps hold (s - v) B slots, so g finds at most
@@ -16,6 +17,10 @@ slots. (While a step is in progress its groups count as consumed, and s + 1 stan
 group, which can only raise its version or take it away. And a batch is taken only if the rest satisfies it for s + 1
 (`remaining_fit`); else the learner waits for groups still running. A group of version v that is consumed makes N(v) at
 least 1, so s - v <= eta.
+
+Dropped at the bound (``at_bound`` drop or requeue). The learner waits for nobody: after every step all groups beyond
+the bound, finished or not, expire and free their slots, so that none of them can be consumed. A batch then needs B
+groups that are ready, and more slots than (eta + 1) B may be given out: what they add is more groups to choose from.
 
 No standstill. A free slot is always given out, and every running group ends, within ``rollout_timeout_s`` and its
 retries. So suppose that nothing runs. If B or more groups are unconsumed, all of them are ready: admission order takes
@@ -57,19 +62,26 @@ class Held:
 class Ledger:
     """Slots and the rules over them; knows neither groups nor time."""
 
-    def __init__(self, *, prompts_per_step: int, max_staleness: int, order: str) -> None:
+    def __init__(
+        self,
+        *,
+        prompts_per_step: int,
+        max_staleness: int,
+        order: str,
+        at_bound: str = "wait",
+        num_slots: int | None = None,
+    ) -> None:
+        """``num_slots``: more than the bound has room for are given out only where groups may be dropped at it."""
         self.prompts_per_step = prompts_per_step
         self.max_staleness = max_staleness
+        self.num_slots = num_slots or (max_staleness + 1) * prompts_per_step
         self._order = order
+        self._drops = at_bound != "wait"
         self._held: dict[int, Held] = {}
         self.completed_steps = 0
         self.published = 0
         """Steps contained in the newest published weights."""
         self.next_index = 0
-
-    @property
-    def num_slots(self) -> int:
-        return (self.max_staleness + 1) * self.prompts_per_step
 
     def count(self, state: State) -> int:
         return sum(held.state is state for held in self._held.values())
@@ -110,17 +122,27 @@ class Ledger:
         del self._held[index]
 
     def overdue(self) -> list[int]:
-        """Groups that are ready and beyond the bound. By the proof above a run that goes on by itself has none; a state
-        put together from outside may have some, and they must not be consumed."""
-        return [
-            index
-            for index in self.indices(State.READY)
-            if self.completed_steps - self._held[index].version > self.max_staleness
-        ]
+        """Groups beyond the bound. Where the learner waits for all, a run that goes on by itself has none, by the proof
+        above; a state put together from outside may have some that are ready, and they must not be consumed. Where
+        groups are dropped at the bound, those still running belong to them: their oldest token may be of the version
+        that they were admitted under."""
+        states = (State.READY, State.RUNNING) if self._drops else (State.READY,)
+        return sorted(
+            held.index
+            for held in self._held.values()
+            if held.state in states and self.completed_steps - held.version > self.max_staleness
+        )
+
+    def state(self, index: int) -> State:
+        return self._held[index].state
+
+    def version(self, index: int) -> int:
+        return self._held[index].version
 
     def give_up(self, index: int) -> None:
-        """A ready group is not wanted any more; its slot is free."""
-        self._expect(index, State.READY)
+        """A group that no step has used is not wanted any more; its slot is free."""
+        if self._held[index].state is State.CONSUMED:
+            self._expect(index, State.READY)
         del self._held[index]
 
     def batch(self, count: int) -> list[int] | None:
@@ -136,6 +158,8 @@ class Ledger:
             return [held.index for held in first]
         chosen = sorted(ready, key=lambda held: (held.version, held.index))[:count]
         indices = {held.index for held in chosen}
+        if self._drops:  # what is left behind expires when its time comes
+            return sorted(indices)
         left = [held.version for held in waiting if held.index not in indices]
         if not remaining_fit(
             left, completed=self.completed_steps, max_staleness=self.max_staleness, per_step=self.prompts_per_step

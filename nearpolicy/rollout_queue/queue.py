@@ -12,11 +12,11 @@ close                 never waits                        the end: nothing more i
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from nearpolicy.errors import RolloutsError, StandstillError
-from nearpolicy.records import Admission, Fate, Group
+from nearpolicy.records import Admission, Fate, Group, Prompt
 from nearpolicy.roles import PromptSource, RunStore, Slot
 from nearpolicy.rollout_queue.config import hopeless_after
 from nearpolicy.rollout_queue.ledger import Ledger, State
@@ -38,13 +38,28 @@ class StalenessBoundedQueue:
         stall_timeout_s: float = 900.0,
         left_out: Callable[[Group], str | None] | None = None,
         max_rounds: int = 10,
+        requeue: bool = False,
+        give_up: Callable[[int, str], None] | None = None,
         on_event: Callable[..., None] | None = None,
     ) -> None:
         """``num_groups``: groups the run needs in all; no more are admitted, but for those given up.
 
         ``left_out``: dynamic sampling. Groups it gives a reason for end as filtered and later prompts take their place,
         as long as the next batch is found among ``max_rounds`` times its size consecutive admissions.
+
+        Where the ledger drops groups at the bound, ``give_up`` is told which of those still running are not wanted any
+        more, and why; with ``requeue`` their prompts are admitted once more.
         """
+        self._requeues = requeue
+        self._give_up = give_up or (lambda admission, reason: None)
+        self._again: deque[Prompt] = deque()
+        """Prompts whose groups have expired and that are to be admitted once more."""
+        self._num_again = 0
+        """Admissions that went to such prompts."""
+        self._prompt_of: dict[int, Prompt] = {}
+        """Of admissions that run or are ready, where their prompts may be needed again."""
+        self._expired_running: dict[int, str] = {}
+        """Admissions given up while they run -> why."""
         self._left_out = left_out or (lambda group: None)
         self._max_rounds = None if left_out is None else max_rounds
         self._search_from = 0
@@ -75,16 +90,27 @@ class StalenessBoundedQueue:
 
     async def reserve(self) -> Slot | None:
         await self._until(lambda: self._no_more or (self._ledger.can_admit and self._more_are_needed))
-        prompt = None if self._no_more else self._prompts.prompt(self._ledger.next_index)
+        prompt = self._next_prompt()
         if prompt is None:
-            self._data_ended = True
             self._changed.set()
             return None
         held = self._ledger.admit()
+        if self._requeues:
+            self._prompt_of[held.index] = prompt
         admission = Admission(index=held.index, prompt=prompt, seed=self._seed, version=held.version)
         self._store.admitted(admission)
         self._emit("admit", admission=held.index, version=held.version)
         return Slot(admission=admission)
+
+    def _next_prompt(self) -> Prompt | None:
+        if self._closed:
+            return None
+        if self._again:
+            self._num_again += 1
+            return self._again.popleft()
+        prompt = None if self._data_ended else self._prompts.prompt(self._ledger.next_index - self._num_again)
+        self._data_ended = prompt is None
+        return prompt
 
     def fill(self, slot: Slot, group: Group) -> None:
         index = slot.admission.index
@@ -93,7 +119,9 @@ class StalenessBoundedQueue:
                 f"the slot of admission {index} was filled with the group of admission {group.index}: "
                 "an environment must return a group of the admission it was given"
             )
-        if self._closed:
+        if index in self._expired_running:  # its slot is free already
+            self._store.discarded(group, Fate.EXPIRED, self._expired_running.pop(index))
+        elif self._closed:
             self._ledger.drop(index)
             self._store.discarded(group, Fate.ABORTED, group.failure or ENDED)
         elif group.failure is not None:
@@ -117,6 +145,8 @@ class StalenessBoundedQueue:
             self._store.filled(group)
             self._emit("ready", admission=index, version=group.oldest_version)
             self.expire()
+        if index not in self._groups:
+            self._prompt_of.pop(index, None)
         self._changed.set()
 
     async def peek(self, count: int, known: int) -> Sequence[Group]:
@@ -140,6 +170,8 @@ class StalenessBoundedQueue:
             indices = sorted(self._groups)
         self._ledger.consume(indices)
         self._emit("take", groups=len(indices))
+        for index in indices:
+            self._prompt_of.pop(index, None)
         self._begin_search(indices)
         return [self._groups.pop(index) for index in indices]
 
@@ -166,14 +198,23 @@ class StalenessBoundedQueue:
         self.expire()
 
     def expire(self) -> None:
-        """Give up groups beyond the bound: counted, never consumed, replaced by later prompts."""
+        """Give up groups beyond the bound: counted, never consumed, replaced by later prompts or asked again."""
         for index in self._ledger.overdue():
-            group = self._groups.pop(index)
-            self._ledger.give_up(index)
             self.num_expired += 1
             done, bound = self._ledger.completed_steps, self._ledger.max_staleness
-            reason = f"version {group.oldest_version} with {done} steps completed, queue.max_staleness is {bound}"
-            self._store.discarded(group, Fate.EXPIRED, reason)
+            reason = (
+                f"version {self._ledger.version(index)} with {done} steps completed, queue.max_staleness is {bound}"
+            )
+            is_ready = self._ledger.state(index) is State.READY
+            self._ledger.give_up(index)
+            if self._requeues:
+                self._again.append(self._prompt_of.pop(index))
+            self._emit("expire", admission=index, reason=reason, finished=is_ready)
+            if is_ready:
+                self._store.discarded(self._groups.pop(index), Fate.EXPIRED, reason)
+            else:
+                self._expired_running[index] = reason
+                self._give_up(index, reason)
             self._changed.set()
 
     def close(self) -> None:
@@ -196,12 +237,13 @@ class StalenessBoundedQueue:
 
     @property
     def _no_more(self) -> bool:
-        return self._data_ended or self._closed
+        return (self._data_ended and not self._again) or self._closed
 
     @property
     def _more_are_needed(self) -> bool:
         given_up = self.num_failed + self.num_expired + self.num_filtered
-        wanted = self._num_groups is None or self._ledger.next_index - given_up < self._num_groups
+        spare = self._ledger.num_slots - (self._ledger.max_staleness + 1) * self._ledger.prompts_per_step
+        wanted = self._num_groups is None or self._ledger.next_index - given_up < self._num_groups + spare
         return wanted and not self._window_is_used_up
 
     def _begin_search(self, consumed: Sequence[int]) -> None:
@@ -229,7 +271,7 @@ class StalenessBoundedQueue:
 
     @property
     def _nothing_follows(self) -> bool:
-        return self._data_ended and self._ledger.count(State.RUNNING) == 0
+        return self._data_ended and not self._again and self._ledger.count(State.RUNNING) == 0
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         """No await lies between a false condition and the wait, so no wake-up is lost."""

@@ -61,10 +61,14 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if value is not None}
 
 
-def group_losses(batch: Batch, failed: int, filtered: int) -> dict[str, float]:
+def group_losses(batch: Batch, failed: int, filtered: int, expired: int = 0) -> dict[str, float]:
     """Groups that did not come into the batch since the step before, and those in it whose place stayed empty."""
     empty = len({group.index for group in batch.groups} - {row.group for row in batch.rows})
-    return {"batch/failed_groups": float(failed), "batch/filtered_groups": float(filtered + empty)}
+    return {
+        "batch/failed_groups": float(failed),
+        "batch/filtered_groups": float(filtered + empty),
+        "batch/expired_groups": float(expired),
+    }
 
 
 def step_times(batch: Batch, wait_s: float, step_s: float) -> dict[str, float]:

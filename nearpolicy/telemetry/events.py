@@ -36,6 +36,7 @@ EVENT_KINDS: Mapping[str, tuple[str, str, str]] = {
     "ready": ("queue", "", "a group is complete"),
     "fail": ("queue", "reason", "a group was given up"),
     "filter": ("queue", "reason", "a group was left out for its rewards"),
+    "expire": ("queue", "reason, finished", "a group was beyond the bound on staleness"),
     "take": ("queue", "groups", "a step took its groups"),
     "annotate": ("learner", "", "* log-probabilities and values at the start of a step"),
     "forward_backward": ("learner", "model", "* the gradient of one update, of the policy unless a model is named"),

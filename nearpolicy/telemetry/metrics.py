@@ -31,6 +31,7 @@ METRICS: Mapping[str, str] = {
     "batch/groups": "groups the step consumed",
     "batch/failed_groups": "groups that were given up as failed since the step before",
     "batch/filtered_groups": "groups that were left out for their rewards since the step before",
+    "batch/expired_groups": "groups that were given up beyond the bound on staleness since the step before",
     "batch/tokens": "sampled tokens of the groups the step consumed",
     "completion/length_mean": "sampled tokens per rollout",
     "completion/length_max": "sampled tokens of the longest rollout",
