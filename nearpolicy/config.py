@@ -35,7 +35,7 @@ MOST_SLOTS = 100_000
 MOST_COMPLETIONS = 10_000_000
 LARGEST_WHOLE = 10**9
 """For every whole number that is no seed."""
-SMALLEST, LARGEST = 1e-30, 1e30
+SMALLEST, LARGEST = 1e-30, 1e20
 """For every other number that is not 0."""
 LONGEST_RECIPE = 1_000_000
 """Bytes."""
@@ -191,15 +191,19 @@ def _objective_contradictions(config: RunConfig) -> Iterator[str]:
             f"sampling.num_generations={sampling.num_generations} leaves objective.advantage={objective.advantage} "
             f"nothing to compare with, every advantage would be 0; use at least {smallest}"
         )
-    if objective.pass_k is not None and objective.pass_k > sampling.num_generations:
+    if objective.pass_k is not None and objective.pass_k >= sampling.num_generations:
         yield (
-            f"objective.pass_k={objective.pass_k} asks for more completions than a group has, "
-            f"sampling.num_generations={sampling.num_generations}; lower it"
+            f"objective.pass_k={objective.pass_k} takes the whole group, "
+            f"sampling.num_generations={sampling.num_generations}, so that no two subsets of k could be compared and "
+            "every advantage would be 0; lower it"
         )
+    if objective.advantage == "grpo_passk":
+        yield from _rewards_beside_0_and_1(config)
     if objective.parts["loss"].one_update and learner.updates_per_step > 1:
         yield (
             f"objective.loss={objective.loss} is right for one update per step, but learner.num_iterations x "
-            f"learner.minibatches is {learner.updates_per_step}; use objective.loss=ppo_clip, or set both to 1"
+            f"learner.minibatches is {learner.updates_per_step}; "
+            f"{'use objective.loss=ppo_clip, or ' if objective.loss == 'pg' else ''}set both to 1"
         )
     if objective.same_support and not sampling.leaves_out:
         yield (
@@ -211,6 +215,18 @@ def _objective_contradictions(config: RunConfig) -> Iterator[str]:
             f"objective.overlong_buffer={objective.overlong_buffer} is longer than "
             f"sampling.max_completion_length={sampling.max_completion_length}; lower it"
         )
+
+
+def _rewards_beside_0_and_1(config: RunConfig) -> Iterator[str]:
+    """What pass@k cannot be computed of, as far as a recipe says what rewards will be."""
+    for index, task in enumerate(config.tasks):
+        counted = [reward for reward in task.rewards if reward.weight]
+        fits = [reward for reward in counted if reward.weight == 1 and getattr(reward, "partial", 1) in (0, 1)]
+        if len(counted) != 1 or not fits:
+            yield (
+                f"tasks.{index}.rewards: objective.advantage=grpo_passk needs rewards of 0 or 1; give one reward the "
+                "weight 1 (and partial 0 or 1) and any others the weight 0"
+            )
 
 
 def _out_of_range(value: Any, path: tuple[Any, ...]) -> Iterator[str]:
