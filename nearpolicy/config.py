@@ -281,13 +281,7 @@ def _task_contradictions(config: RunConfig) -> Iterator[str]:
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The recipe in a YAML file with ``section.key=value`` overrides; `ConfigError` names every problem in it."""
     path = Path(path)
-    try:
-        with path.open("rb") as file:
-            text = file.read(LONGEST_RECIPE + 1).decode("utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read as a recipe ({getattr(error, 'strerror', None) or error})") from None
-    if len(text) > LONGEST_RECIPE:
-        raise ConfigError(f"{path}: longer than {LONGEST_RECIPE:,} bytes, which no recipe is; name a recipe")
+    text = read_yaml(path, "a recipe", "name a recipe")
     data = _parse_yaml(text, str(path))
     if data is None:
         data = {}
@@ -301,6 +295,19 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     if isinstance(run, dict):
         run.setdefault("name", path.stem)
     return _validated(data, origins)
+
+
+def read_yaml(path: str | Path, what: str, advice: str) -> str:
+    """The text of a file that should be ``what``; `ConfigError` gives the advice."""
+    try:
+        with Path(path).open("rb") as file:
+            text = file.read(LONGEST_RECIPE + 1).decode("utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path}: cannot be read as {what} ({reason}); {advice}") from None
+    if len(text) > LONGEST_RECIPE:
+        raise ConfigError(f"{path}: longer than {LONGEST_RECIPE:,} bytes, which {what} is not; {advice}")
+    return text
 
 
 def config_from_dict(data: dict[str, Any], *, where: str = "config") -> RunConfig:

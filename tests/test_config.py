@@ -342,7 +342,7 @@ BOMB = "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 
             "20,000 values",
         ),
         ('a: "\\ud800"\n', "half of a character"),
-        ("# " + "x" * 1_000_001, "which no recipe is"),
+        ("# " + "x" * 1_000_001, "which a recipe is not"),
     ],
 )
 def test_text_that_no_recipe_is_is_refused_at_once(load, text, says):

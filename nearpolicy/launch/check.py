@@ -71,7 +71,7 @@ def refuse(config: RunConfig, *, makes_run: bool) -> ModelShape | None:
     from nearpolicy.store.folder import refuse_unusable
     from nearpolicy.tasks.sources import check_exists
 
-    problems, shape = list(_package_problems(config)), None
+    problems, shape = list(_package_problems(config)) if makes_run else [], None
     try:
         shape = model_shape(config.model)
     except UserError as error:
@@ -79,7 +79,13 @@ def refuse(config: RunConfig, *, makes_run: bool) -> ModelShape | None:
     if shape is not None:
         problems += _model_problems(config, shape)
         try:
-            reference_shape(config, shape)
+            reference = reference_shape(config, shape)
+            if reference is not None and reference.vocabulary != shape.vocabulary:
+                problems.append(
+                    f"objective.reference {config.objective.reference} has a vocabulary of {reference.vocabulary:,} "
+                    f"tokens and the policy one of {shape.vocabulary:,}; log-probabilities can only be compared token "
+                    "by token: name a model with the same tokenizer"
+                )
             if (too_large := memory_refusal(config, shape, trains=makes_run)) is not None:
                 problems.append(too_large)
         except UserError as error:
