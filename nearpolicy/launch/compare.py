@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nearpolicy.errors import ConfigError, RunFolderError, SyncError, UserError
+from nearpolicy.visible import visible
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -291,9 +292,12 @@ def without_a_part(objective: ObjectiveConfig) -> dict[str, ObjectiveConfig]:
 class Workshop:
     """The run's learner at one version of its weights, under one objective after another."""
 
-    def __init__(self, run: RunReader, config: RunConfig, version: int) -> None:
+    def __init__(
+        self, run: RunReader, config: RunConfig, version: int, say: Callable[[str], None] | None = None
+    ) -> None:
         from nearpolicy.launch import build
 
+        self.say = say or _say
         self.run = run
         self.config = config
         self.version = version
@@ -302,12 +306,6 @@ class Workshop:
         self._learner: PolicyLearner | None = None
         self._references: dict[str, PolicyModel | None] = {"none": None}
         """By `objective.reference`: the models there, loaded once."""
-
-    @staticmethod
-    def say(text: str) -> None:
-        from nearpolicy.visible import visible
-
-        print(visible(text), flush=True)
 
     def learner(self, objective: ObjectiveConfig) -> PolicyLearner:
         """The learner with this objective, at the version's weights, with fresh moments."""
@@ -408,6 +406,10 @@ class Workshop:
                 f"{weights_file(self.run, version)} does not fit {self.config.model.path}, which the run was made "
                 f"with: {error}; put that model back"
             ) from error
+
+
+def _say(text: str) -> None:
+    print(visible(text), flush=True)
 
 
 def weights_file(run: RunReader, version: int) -> Path:
