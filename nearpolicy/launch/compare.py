@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nearpolicy.errors import ConfigError, RunFolderError, SyncError, UserError
+from nearpolicy.launch.words import count
 from nearpolicy.visible import visible
 
 if TYPE_CHECKING:
@@ -166,15 +167,15 @@ def kept_versions(run: RunReader) -> list[int]:
     return [version for version in published if weights_file(run, version).is_file()]
 
 
-def steps_to_train(run: RunReader, first: int, count: int) -> list[int]:
+def steps_to_train(run: RunReader, first: int, wanted: int) -> list[int]:
     """So many recorded steps from ``first`` on."""
     steps = [record.step for record in run.steps() if record.step >= first]
-    if len(steps) < count:
+    if len(steps) < wanted:
         raise UserError(
-            f"--train {count}: the run holds {len(steps)} step{'s' * (len(steps) != 1)} from step {first} on; lower "
-            "it, or begin earlier with --at"
+            f"--train {wanted}: the run holds {count(len(steps), 'step')} from step {first} on; lower it, or begin "
+            "earlier with --at"
         )
-    return steps[:count]
+    return steps[:wanted]
 
 
 def refuse_impossible(
@@ -355,7 +356,7 @@ class Workshop:
                 "steps": lines,
                 "held_out": {"before": before, "after": await self._held_out(learner)},
             }
-            self.say(f"{name}: trained on steps {steps[0]} to {steps[-1]}")
+            self.say(f"{name}: trained on {count(len(steps), 'recorded step')} from step {steps[0]} on")
         return results
 
     def _as_in(self, step: int) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nearpolicy.launch.words import count
 from nearpolicy.telemetry.report_page import Chart, escape, page
 from nearpolicy.visible import visible
 
@@ -147,7 +148,8 @@ _TRAINED = ("held out before", "after", "right", "entropy", "loss", "grad norm")
 def _training_headline(trained: Mapping[str, Any]) -> str:
     steps = next(iter(trained.values()))["steps"]
     return (
-        f"Trained on steps {steps[0]['step']} to {steps[-1]['step']}; entropy, loss and gradient norm of the last one"
+        f"Trained on {count(len(steps), 'recorded step')} from step {steps[0]['step']} on; entropy, loss and gradient "
+        "norm are those of the last one"
     )
 
 
