@@ -28,7 +28,8 @@ async def main() -> list[float]:
 
     from nearpolicy.environments.single_turn import SingleTurn
     from nearpolicy.launch import build, warm_start
-    from nearpolicy.learner.step import NOTHING_KNOWN, TokenStats
+    from nearpolicy.learner.report import TokenStats
+    from nearpolicy.learner.tokens import NOTHING_KNOWN
     from nearpolicy.objectives.assign import assign_advantages
     from nearpolicy.objectives.objective import Supervised
     from nearpolicy.sync.publisher import Publisher

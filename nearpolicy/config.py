@@ -18,7 +18,7 @@ from pydantic import Field, PositiveInt, ValidationError, field_validator, model
 from nearpolicy.errors import ConfigError, described, nearest
 from nearpolicy.evaluate.config import EvaluationConfig
 from nearpolicy.generator.config import GeneratorConfig, SamplingConfig
-from nearpolicy.learner.config import CheckpointConfig, LearnerConfig, WarmStartConfig
+from nearpolicy.learner.config import CheckpointConfig, CriticConfig, LearnerConfig, WarmStartConfig
 from nearpolicy.models.config import ModelConfig
 from nearpolicy.objectives.config import ObjectiveConfig
 from nearpolicy.recipe_keys import explain_unknown_key, other_names
@@ -103,6 +103,8 @@ class RunConfig(ConfigModel):
     """Advantages, loss, correction."""
     learner: LearnerConfig = LearnerConfig()
     """Optimizer and micro-batches."""
+    critic: CriticConfig | None = Field(default_factory=lambda data: _critic_for(data.get("objective")))
+    """The value model; there with `objective.advantage: gae`."""
     sync: SyncConfig = SyncConfig()
     """Publication of weights."""
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -131,8 +133,13 @@ class RunConfig(ConfigModel):
         return self.sampling.leaves_out if self.objective.same_support is None else self.objective.same_support
 
     @property
+    def completions_per_group(self) -> int:
+        """Samples, and the greedy completion where the objective needs one."""
+        return self.sampling.num_generations + self.objective.greedy_baseline
+
+    @property
     def completions_per_step(self) -> int:
-        return self.queue.prompts_per_step * self.sampling.num_generations
+        return self.queue.prompts_per_step * self.completions_per_group
 
     @model_validator(mode="after")
     def _roles_fit_together(self) -> Self:
@@ -140,6 +147,11 @@ class RunConfig(ConfigModel):
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+
+def _critic_for(objective: ObjectiveConfig | None) -> CriticConfig | None:
+    """The section `critic` where nobody writes it. No objective: it was refused."""
+    return CriticConfig() if objective is not None and objective.advantage == "gae" else None
 
 
 def contradictions(config: RunConfig) -> Iterator[str]:
@@ -170,13 +182,15 @@ def contradictions(config: RunConfig) -> Iterator[str]:
         )
     if config.run.numerics == "exact" and config.model.dtype != "float32":
         yield f"run.numerics=exact needs model.dtype=float32, found {config.model.dtype}; use run.numerics=fast"
-    if queue.num_slots > MOST_SLOTS or config.completions_per_step > MOST_COMPLETIONS:
+    samples = queue.prompts_per_step * sampling.num_generations
+    if queue.num_slots > MOST_SLOTS or samples > MOST_COMPLETIONS:
         yield (
             f"(queue.max_staleness + 1) * queue.prompts_per_step = {queue.num_slots:,} groups at once and "
-            f"sampling.num_generations * queue.prompts_per_step = {config.completions_per_step:,} completions per step "
+            f"sampling.num_generations * queue.prompts_per_step = {samples:,} completions per step "
             f"are more than the {MOST_SLOTS:,} and {MOST_COMPLETIONS:,} that this program is made for; lower them"
         )
     yield from _objective_contradictions(config)
+    yield from _critic_contradictions(config)
     yield from _task_contradictions(config)
     yield from _idle_settings(config)
     yield from _out_of_range(config.model_dump(), ())
@@ -190,6 +204,13 @@ def _objective_contradictions(config: RunConfig) -> Iterator[str]:
         yield (
             f"sampling.num_generations={sampling.num_generations} leaves objective.advantage={objective.advantage} "
             f"nothing to compare with, every advantage would be 0; use at least {smallest}"
+        )
+    drops = config.queue.drop_zero_variance_groups or config.queue.dynamic_sampling
+    if drops and sampling.num_generations == 1 and not objective.greedy_baseline:
+        key = "dynamic_sampling" if config.queue.dynamic_sampling else "drop_zero_variance_groups"
+        yield (
+            f"queue.{key}=true leaves out groups whose rewards are all equal, and with sampling.num_generations=1 that "
+            "is every group; leave it out or draw more completions"
         )
     if objective.pass_k is not None and objective.pass_k >= sampling.num_generations:
         yield (
@@ -227,6 +248,27 @@ def _rewards_beside_0_and_1(config: RunConfig) -> Iterator[str]:
                 f"tasks.{index}.rewards: objective.advantage=grpo_passk needs rewards of 0 or 1; give one reward the "
                 "weight 1 (and partial 0 or 1) and any others the weight 0"
             )
+
+
+def _critic_contradictions(config: RunConfig) -> Iterator[str]:
+    critic, advantage = config.critic, config.objective.advantage
+    if critic is None:
+        if advantage == "gae":
+            yield "objective.advantage=gae needs a critic; leave `critic` out for its defaults"
+        return
+    if not config.objective.parts["advantage"].uses_values:
+        yield (
+            f"critic is set, but objective.advantage={advantage} has no use for values; leave `critic` out, or set "
+            "objective.advantage=gae"
+        )
+    if advantage == "vtrace":
+        why = "but the targets of objective.advantage=vtrace have no lambda; leave it out"
+        yield from _changed("critic", critic, ("gae_lambda",), why)
+    if critic.pretraining_steps >= config.run.steps:
+        yield (
+            f"critic.pretraining_steps={critic.pretraining_steps} trains the critic alone for all of the run's "
+            f"run.steps={config.run.steps}; lower it or train longer"
+        )
 
 
 def _out_of_range(value: Any, path: tuple[Any, ...]) -> Iterator[str]:

@@ -12,12 +12,15 @@ Two environment variables decide what the rest of the system can promise on a CP
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_LARGEST_KEPT = 1 << 30
 
 
 def prepare_environment() -> None:
@@ -26,6 +29,22 @@ def prepare_environment() -> None:
     branch = strict_mkl_branch()
     if branch is not None:
         os.environ.setdefault("MKL_CBWR", branch)
+    keep_freed_memory()
+
+
+def keep_freed_memory() -> None:
+    """Have the allocator keep large blocks that are freed, for the next one of their size.
+
+    glibc gives blocks above 32 MB back to the kernel at once, and fresh memory costs a page fault every 4 KB: an
+    elementwise operation on the logits of 512 tokens took three times as long as on memory that is there.
+    """
+    import ctypes
+
+    with contextlib.suppress(OSError, AttributeError):  # another C library has its own ways
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
+        mallopt(_M_TRIM_THRESHOLD, _LARGEST_KEPT)
+        mallopt(_M_ARENA_MAX, 1)  # what one role's thread has freed serves the others
 
 
 def prepared_too_late() -> bool:

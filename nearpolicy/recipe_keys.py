@@ -64,6 +64,12 @@ FOREIGN = {
     "delta": "objective.dual_clip",
     "clip_ratio_c": "objective.dual_clip",
     "c_clip": "objective.dual_clip",
+    "lam": "objective.gae_lambda",
+    "lambd": "objective.gae_lambda",
+    "critic_learning_rate": "critic.learning_rate",
+    "critic_warmup": "critic.pretraining_steps",
+    "cliprange_value": "critic.clip",
+    "value_clip": "critic.clip",
     "filter_groups": "queue.dynamic_sampling",
     "filter_zero_std_samples": "queue.drop_zero_variance_groups",
     "remove_constant_reward_groups": "queue.drop_zero_variance_groups",
@@ -92,8 +98,7 @@ ABSENT = {
     "over_sampling_batch_size": "over-provisioned generation",
     "oversample": "over-provisioned generation",
     "lora": "adapters",
-    "critic": "critic",
-    "gae": "critic",
+    "vf_coef": "weight of the value loss (the critic has an optimizer of its own)",
 }
 """Spellings for what this version cannot do -> what that is."""
 

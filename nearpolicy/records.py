@@ -18,6 +18,9 @@ import numpy as np
 
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 
+BASELINE = -1
+"""Sample number of a group's greedy completion, which has no place among its samples."""
+
 
 def read_only(values: Any, dtype: Any) -> np.ndarray:
     """A contiguous array of ``dtype`` that nobody can write to; copies only what is not already so."""
@@ -60,6 +63,8 @@ class Fate(enum.Enum):
     """In a consumed group, but not trained: excluded by a rule (truncated completion, unscored sample), or every update
     with it was skipped because its gradient was not finite."""
     ZERO_ADVANTAGE = "zero_advantage"
+    BASELINE = "baseline"
+    """In the greedy completion of a consumed group: it gave the group its baseline, and is never trained."""
     FILTERED = "filtered"
     FAILED = "failed"
     EXPIRED = "expired"
@@ -143,7 +148,7 @@ class Rollout:
     """One attempt at a prompt: its segments, and the text people and verifiers read."""
 
     sample: int
-    """Place in the group, 0 .. G-1."""
+    """Place in the group, 0 .. G-1; `BASELINE` for its greedy completion."""
     segments: tuple[Segment, ...]
     text: str
     """Decoded sampled tokens without the stop token or stop string. Never tokenised again."""
@@ -200,6 +205,17 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Baseline:
+    """A greedy completion of a group's prompt, judged like its samples: what `objective.advantage: remax` compares
+    them with. It is recorded and never trained, and counts in no statistic of the samples."""
+
+    rollout: Rollout
+    verdicts: Mapping[str, Verdict] = field(default_factory=lambda: _EMPTY)
+    reward: float | None = None
+    """None if nothing scored it; the group is then failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
     """All rollouts of one admission with their verdicts; complete, or failed with a reason."""
 
@@ -211,26 +227,34 @@ class Group:
     """Weighted sum of the scored sources per rollout; None if nothing scored it."""
     failure: str | None = None
     """Why the admission gave nothing to train on; the rollouts made so far stay, for the ledger."""
+    baseline: Baseline | None = None
+    """None unless the objective asks for one."""
 
     @property
     def index(self) -> int:
         return self.admission.index
 
     @property
+    def everything(self) -> tuple[Rollout, ...]:
+        """All that was generated for it: its samples, and the greedy completion if there is one."""
+        return self.rollouts if self.baseline is None else (*self.rollouts, self.baseline.rollout)
+
+    @property
     def num_sampled(self) -> int:
-        return sum(rollout.num_sampled for rollout in self.rollouts)
+        """Tokens of `everything`: what the fates of the group add up to."""
+        return sum(rollout.num_sampled for rollout in self.everything)
 
     @property
     def oldest_version(self) -> int:
-        """Smallest version among all sampled tokens; the version at admission if there is none."""
-        oldest = [v for v in (rollout.oldest_version for rollout in self.rollouts) if v is not None]
+        """Smallest version among all tokens of `everything`; the version at admission if there is none."""
+        oldest = [v for v in (rollout.oldest_version for rollout in self.everything) if v is not None]
         return min(oldest, default=self.admission.version)
 
     @property
     def has_signal(self) -> bool:
-        """Whether at least two rollouts were scored and differ."""
+        """Whether two scored rollouts differ; beside a baseline, whether one differs from that."""
         scored = {reward for reward in self.rewards if reward is not None}
-        return len(scored) > 1
+        return len(scored) > 1 or (self.baseline is not None and bool(scored - {self.baseline.reward}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

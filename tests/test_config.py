@@ -88,6 +88,50 @@ def test_every_name_in_the_tables_of_spellings_is_true():
     assert not [word for word in FOREIGN if word in known]
 
 
+def test_a_critic_appears_where_the_advantage_needs_one_and_reads_back(load, tmp_path):
+    assert load().critic is None
+    resolved = load("", "objective.advantage=gae", "critic.learning_rate=3e-5")
+    assert (resolved.critic.learning_rate, resolved.critic.clip, resolved.critic.gae_lambda) == (3e-5, 0.5, 1.0)
+    for config in (load(), resolved, load("objective: {advantage: vtrace}\ncritic: {}\n")):
+        file = tmp_path / "resolved.yaml"
+        file.write_text(dump_resolved(config))
+        assert load_recipe(file) == config
+    assert load("objective: {advantage: vtrace}\n").critic is None
+    assert load("objective: {advantage: vtrace}\ncritic: {}\n").critic is not None
+    assert load("objective: {advantage: gae}\nsampling: {num_generations: 1}\n").sampling.num_generations == 1
+
+
+@pytest.mark.parametrize(
+    ("written", "named"),
+    [
+        ("critic: {clip: 0.2}\n", "critic is set, but objective.advantage=grpo has no use for values"),
+        ("critic: {}\n", "leave `critic` out, or set objective.advantage=gae"),
+        (
+            "objective: {advantage: gae}\ncritic: {pretraining_steps: 10}\n",
+            "critic.pretraining_steps=10 trains the critic alone for all of the run's run.steps=10",
+        ),
+        (
+            "objective: {advantage: vtrace}\ncritic: {gae_lambda: 0.9}\n",
+            "critic.gae_lambda=0.9, but the targets of objective.advantage=vtrace have no lambda",
+        ),
+        ("critic: {warmup_steps: 3}\n", "`critic.warmup_steps` is not a key"),
+        ("objective: {lam: 0.9}\n", "`lam` is called `objective.gae_lambda` here"),
+        ("objective: {advantage: gae}\nlearner: {critic_warmup: 3}\n", "is called `critic.pretraining_steps` here"),
+        ("objective: {vf_coef: 0.5}\n", "this version has no weight of the value loss"),
+        ("objective: {advantage: vtrace}\nsampling: {num_generations: 1}\n", "nothing to compare with"),
+    ],
+)
+def test_a_critic_that_cannot_be_or_has_no_use_is_refused_by_name(load, written, named):
+    assert named in refusal(load, written)
+
+
+def test_a_critic_that_is_taken_away_is_named():
+    task = {"name": "a", "source": {"kind": "jsonl", "path": "x"}, "rewards": [{"kind": "number"}]}
+    recipe = {"run": {"steps": 1}, "model": {"path": "random:llama"}, "tasks": [task]}
+    with pytest.raises(ConfigError, match=r"objective\.advantage=gae needs a critic; leave `critic` out"):
+        config_from_dict(recipe | {"objective": {"advantage": "gae"}, "critic": None})
+
+
 def test_misspelt_section_is_explained_key_by_key(load):
     assert "did you mean `learner.minibatches`?" in refusal(load, "lerner: {minibatches: 2}\n")
 
@@ -174,6 +218,10 @@ def test_run_is_named_after_the_recipe_unless_it_has_a_name(load):
         (["sync.weight_sync_steps=4"], ["sync.weight_sync_steps=4", "queue.max_staleness=1"]),
         (["learner.minibatches=3"], ["queue.prompts_per_step=8", "learner.minibatches=3"]),
         (["sampling.num_generations=1"], ["sampling.num_generations=1", "objective.advantage=grpo"]),
+        (
+            ["sampling.num_generations=1", "objective.advantage=reinforce", "queue.drop_zero_variance_groups=true"],
+            ["queue.drop_zero_variance_groups=true", "that is every group"],
+        ),
         (["objective.loss=pg", "learner.num_iterations=2"], ["objective.loss=pg", "objective.loss=ppo_clip"]),
         (
             ["objective.advantage=grpo_passk", "sampling.num_generations=4"],
@@ -207,6 +255,13 @@ def test_contradiction_names_both_settings(load, overrides, parts):
     message = refusal(load, "", *overrides)
     for part in parts:
         assert part in message
+
+
+def test_remax_needs_one_sample_per_prompt_and_asks_for_one_completion_more(load):
+    config = load("", "objective.advantage=remax", "sampling.num_generations=1")
+    assert (config.completions_per_group, config.completions_per_step) == (2, 16)
+    assert load("", "sampling.num_generations=4").completions_per_step == 32
+    assert "sampling.temperature is 0" in refusal(load, "", "objective.advantage=remax", "sampling.temperature=0")
 
 
 def test_settings_for_a_switched_off_loss_are_empty_not_ignored(load):

@@ -1,4 +1,8 @@
-"""One prompt, G completions, one verdict each: the default environment, and the bounded wrapper around any."""
+"""One prompt, G completions, one verdict each: the default environment, and the bounded wrapper around any.
+
+Where the objective needs a baseline, one more completion is asked for beside the G samples: greedy, judged in the same
+way, kept apart in `Group.baseline`. Without its reward there is no baseline, and the group is failed.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +13,18 @@ from dataclasses import replace
 import numpy as np
 
 from nearpolicy.errors import ConfigError, EngineError, NearpolicyError, described
-from nearpolicy.records import Admission, Finish, Group, Prompt, Rollout, Verdict
+from nearpolicy.records import BASELINE, Admission, Baseline, Finish, Group, Prompt, Rollout, Verdict
 from nearpolicy.roles import Completion, Environment, Generator, Request, Sampling, Verifier
 
 RewardOf = Callable[[Mapping[str, Verdict], str], float | None]
 """Verdicts by source and the task's name -> the weighted reward, or None if it cannot be told."""
 
 _Judging = tuple[Rollout, Completion, "asyncio.Task[Mapping[str, Verdict]]"]
+_Judged = tuple[Rollout, Completion, Mapping[str, Verdict]]
 
 
 class SingleTurn:
-    """Generate ``n`` completions of a prompt and verify each as it ends."""
+    """Generate ``n`` completions of a prompt, and perhaps a greedy one, and verify each as it ends."""
 
     def __init__(
         self,
@@ -31,9 +36,14 @@ class SingleTurn:
         reward_of: RewardOf,
         sampling: Sampling,
         n: int,
+        smallest_group: int = 2,
+        with_baseline: bool = False,
         timeout_s: float | None = None,
     ) -> None:
-        """``timeout_s``: ``queue.rollout_timeout_s``. After this long the request is aborted and judging stops; the
+        """``smallest_group``: scored samples that the estimator of advantages needs; a group with fewer is failed.
+        ``with_baseline``: whether it needs the reward of a greedy completion too.
+
+        ``timeout_s``: ``queue.rollout_timeout_s``. After this long the requests are aborted and judging stops; the
         group is then failed, and holds what was sampled, so that every token has a fate."""
         self._timeout_s = timeout_s
         self._generator = generator
@@ -43,6 +53,11 @@ class SingleTurn:
         self._reward_of = reward_of
         self._sampling = sampling
         self._n = n
+        self._smallest_group = smallest_group
+        # What limits the choice of tokens says nothing of the likeliest one, and no learner needs the choice there was.
+        plain = replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, record_support=False)
+        self._greedy = plain if with_baseline else None
+        self._wanted = {*range(n), *([BASELINE] if with_baseline else [])}
         found = generator.capabilities()
         if not found.returns_token_ids:
             raise ConfigError(
@@ -55,22 +70,26 @@ class SingleTurn:
 
     async def run(self, admission: Admission) -> Group:
         context = self._render(admission.prompt)
-        request = Request(
-            id=f"{admission.index}.{admission.attempt}",
-            token_ids=context,
-            sampling=self._sampling,
-            n=self._n,
-            seed=admission.seed,
-            admission=admission.index,
-        )
+        requests = self._requests(admission, context)
         tasks: list[_Judging] = []
         early: list[str] = []
 
+        async def collect(request: Request) -> None:
+            async for completion in self._generator.submit(request):
+                rollout = completion.rollout(context, self._decode(completion.token_ids), self._numerics)
+                if request.purpose == "baseline":
+                    rollout = replace(rollout, sample=BASELINE)
+                task = judging.create_task(self._judge(admission, rollout))
+                tasks.append((rollout, completion, task))
+                if early:
+                    task.cancel()
+
         def cut_off(reason: str) -> None:
-            if len(tasks) == self._n and all(task.done() for _, _, task in tasks):
+            if len(tasks) == len(self._wanted) and all(task.done() for _, _, task in tasks):
                 return  # it has just completed, and the task group takes no more
             early.append(": ".join([reason, *filter(None, [self._missing(tasks)])]))
-            judging.create_task(self._generator.abort([request.id]))  # what is left comes back as aborted
+            # What is left comes back as aborted.
+            judging.create_task(self._generator.abort([request.id for request in requests]))
             for _, _, task in tasks:
                 task.cancel()
 
@@ -80,23 +99,21 @@ class SingleTurn:
             timer = asyncio.get_running_loop().call_later(self._timeout_s, cut_off, reason)
         try:
             async with asyncio.TaskGroup() as judging:
-                self._cut_off[request.id] = cut_off
-                async for completion in self._generator.submit(request):
-                    rollout = completion.rollout(context, self._decode(completion.token_ids), self._numerics)
-                    task = judging.create_task(self._judge(admission, rollout))
-                    tasks.append((rollout, completion, task))
-                    if early:
-                        task.cancel()
+                self._cut_off[requests[0].id] = cut_off
+                for request in requests:
+                    judging.create_task(collect(request))
         except asyncio.CancelledError as stopped:
             stopped.add_note(self._missing(tasks))  # shown if a time limit is the cause
             raise
         finally:
-            self._cut_off.pop(request.id, None)
+            self._cut_off.pop(requests[0].id, None)
             if timer is not None:
                 timer.cancel()
         tasks.sort(key=lambda task: task[0].sample)
-        if (samples := [rollout.sample for rollout, _, _ in tasks]) != list(range(self._n)):
-            raise EngineError(f"the generator answered request {request.id!r} of {self._n} samples with {samples}")
+        for request in requests:
+            n, samples = request.n, [c.sample for _, c, _ in tasks if c.request == request.id]
+            if samples != list(range(n)):
+                raise EngineError(f"the generator answered request {request.id!r} of {n} samples with {samples}")
         group = self._group(admission, [(r, c, {} if task.cancelled() else task.result()) for r, c, task in tasks])
         return replace(group, failure=early[0]) if early else group
 
@@ -104,38 +121,70 @@ class SingleTurn:
         for cut_off in list(self._cut_off.values()):
             cut_off("the run ended")
 
+    def _requests(self, admission: Admission, context: np.ndarray) -> list[Request]:
+        """For the samples, and for the greedy completion if one is wanted; asked for at the same time."""
+        samples = Request(
+            id=f"{admission.index}.{admission.attempt}",
+            token_ids=context,
+            sampling=self._sampling,
+            n=self._n,
+            seed=admission.seed,
+            admission=admission.index,
+        )
+        if self._greedy is None:
+            return [samples]
+        return [samples, replace(samples, id=f"{samples.id}.baseline", sampling=self._greedy, n=1, purpose="baseline")]
+
     def _missing(self, tasks: Sequence[_Judging]) -> str:
         """What a group that ran out of time was waiting for."""
-        generated = {rollout.sample for rollout, _, _ in tasks}
         waiting = {
-            "generated": sorted(set(range(self._n)) - generated),
-            "judged": sorted(rollout.sample for rollout, _, task in tasks if not task.done() or task.cancelled()),
+            "generated": self._wanted - {rollout.sample for rollout, _, _ in tasks},
+            "judged": {rollout.sample for rollout, _, task in tasks if not task.done() or task.cancelled()},
         }
-        return " and ".join(f"samples {which} of {self._n} were not {what}" for what, which in waiting.items() if which)
+        parts = []
+        for what, which in waiting.items():
+            if samples := sorted(which - {BASELINE}):
+                parts.append(f"samples {samples} of {self._n} were not {what}")
+            if BASELINE in which:
+                parts.append(f"the greedy completion was not {what}")
+        return " and ".join(parts)
 
     async def _judge(self, admission: Admission, rollout: Rollout) -> Mapping[str, Verdict]:
         if rollout.finish in (Finish.FAILED, Finish.ABORTED) or not rollout.num_sampled:
             return {}  # there is nothing a verifier could speak about
         return await self._verifier.score(admission.prompt, rollout, admission=admission.index)
 
-    def _group(self, admission: Admission, judged: list[tuple[Rollout, Completion, Mapping[str, Verdict]]]) -> Group:
-        task = admission.prompt.task
-        rewards = tuple(self._reward_of(verdicts, task) if verdicts else None for _, _, verdicts in judged)
+    def _group(self, admission: Admission, judged: list[_Judged]) -> Group:
+        rewards = [self._reward_of(verdicts, admission.prompt.task) if verdicts else None for _, _, verdicts in judged]
+        first = len(judged) - self._n  # behind the greedy completion, whose sample number is the smallest
+        samples, baseline = judged[first:], None
+        if first:
+            baseline = Baseline(rollout=judged[0][0], verdicts=judged[0][2], reward=rewards[0])
+        failure = self._too_few(samples, rewards[first:])
+        if failure is None and baseline is not None and baseline.reward is None:
+            failure = "the greedy completion was not scored, so there is no baseline" + _first_reason(judged[:1])
         return Group(
             admission=admission,
-            rollouts=tuple(rollout for rollout, _, _ in judged),
-            verdicts=tuple(verdicts for _, _, verdicts in judged),
-            rewards=rewards,
-            failure=self._failure(judged, rewards),
+            rollouts=tuple(rollout for rollout, _, _ in samples),
+            verdicts=tuple(verdicts for _, _, verdicts in samples),
+            rewards=tuple(rewards[first:]),
+            failure=failure,
+            baseline=baseline,
         )
 
-    def _failure(self, judged: list[tuple[Rollout, Completion, Mapping[str, Verdict]]], rewards: tuple) -> str | None:
-        """A group with fewer than two scored rollouts compares nothing: it is failed, with the first reason found."""
-        if sum(reward is not None for reward in rewards) >= 2:
+    def _too_few(self, samples: Sequence[_Judged], rewards: Sequence[float | None]) -> str | None:
+        """Why there is nothing to compare, with the first reason found; None if enough samples were scored."""
+        if sum(reward is not None for reward in rewards) >= self._smallest_group:
             return None
-        reasons = [c.reason for _, c, _ in judged if c.reason]
-        reasons += [f"{source}: {v.reason}" for _, _, vs in judged for source, v in vs.items() if v.reason]
-        return f"fewer than two of {len(judged)} rollouts were scored" + (f" ({reasons[0]})" if reasons else "")
+        few = {1: "none", 2: "fewer than two"}.get(self._smallest_group, f"fewer than {self._smallest_group}")
+        return f"{few} of {len(samples)} rollouts were scored{_first_reason(samples)}"
+
+
+def _first_reason(judged: Sequence[_Judged]) -> str:
+    """Why something was not scored, in brackets behind a blank; empty if nothing says so."""
+    reasons = [completion.reason for _, completion, _ in judged if completion.reason]
+    reasons += [f"{source}: {v.reason}" for _, _, verdicts in judged for source, v in verdicts.items() if v.reason]
+    return f" ({reasons[0]})" if reasons else ""
 
 
 GRACE_S = 10.0

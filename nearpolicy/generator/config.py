@@ -80,5 +80,4 @@ class GeneratorConfig(ConfigModel):
     prefill_chunk: PositiveInt = 512
     """Prompt tokens computed in one forward pass beside the running sequences."""
     threads: PositiveInt | None = None
-    """Threads inside one operation of the engine. Left out: one if the learner may run at the same time, else all
-    cores."""
+    """Threads inside one operation of the engine. Left out: one while the learner works, all cores while it rests."""

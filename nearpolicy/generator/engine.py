@@ -18,13 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nearpolicy.generator.kv import KeyValueStore, PagedContext, PagePool
+from nearpolicy.generator.kv import DecodeLayout, KeyValueStore, PagedContext
+from nearpolicy.generator.pages import pages_for
 from nearpolicy.generator.sampling import draw, sampled_logprobs, uniforms
-from nearpolicy.generator.scheduler import Piece, PromptState, Scheduler, Sequence, pages_for
+from nearpolicy.generator.scheduler import Plan, Scheduler, Sequence
 from nearpolicy.models.numerics import Numerics
 from nearpolicy.models.policy import PolicyModel
 from nearpolicy.models.shapes import attention_shapes
-from nearpolicy.models.weights import digests, load_weights, named_weights, require_held
+from nearpolicy.models.weights import load_and_digest, require_held
 from nearpolicy.records import Finish
 from nearpolicy.roles import Completion, Request, Weights
 
@@ -40,6 +41,8 @@ class EngineLimits:
     max_running: int
     num_pages: int
     prefill_chunk: int
+    max_length: int | None = None
+    """Of a prompt and its completion; None for what all pages hold."""
 
     @classmethod
     def sized(
@@ -52,7 +55,7 @@ class EngineLimits:
             dtype = next(policy.parameters()).dtype  # what `KeyValueStore` keeps
             page_bytes = sum(shape.page_bytes(dtype) for shape in attention_shapes(policy).values())
             num_pages = int(kv_memory_mb * 2**20 // page_bytes)
-        return cls(max_running=max_running, num_pages=num_pages, prefill_chunk=prefill_chunk)
+        return cls(max_running, num_pages, prefill_chunk, max_length)
 
 
 class Engine:
@@ -71,10 +74,11 @@ class Engine:
     ) -> None:
         """``decode`` turns token ids into text; only requests with stop strings need it."""
         self.policy = policy
-        self.scheduler = Scheduler(PagePool(limits.num_pages), limits.max_running, limits.prefill_chunk)
+        self.scheduler = Scheduler(limits.num_pages, limits.max_running, limits.prefill_chunk, limits.max_length)
         self.scheduler.version = version
-        parameter = next(policy.parameters())
-        self._store = KeyValueStore(attention_shapes(policy), limits.num_pages, parameter.dtype, parameter.device)
+        parameter, numbers = next(policy.parameters()), self.scheduler.rows.num_pages
+        self._store = KeyValueStore(attention_shapes(policy), numbers, parameter.dtype, parameter.device)
+        self._layout = DecodeLayout(self.scheduler, parameter.device)
         self._vocabulary: int = policy.config.get_text_config().vocab_size
         self._numerics = numerics
         self.threads = threads
@@ -87,7 +91,8 @@ class Engine:
 
     @property
     def kv_bytes(self) -> int:
-        return self._store.bytes
+        """Of all pages that may be in use at once."""
+        return self.scheduler.budget.num_pages * self._store.page_bytes
 
     def submit(self, request: Request) -> list[Completion]:
         """Queue a request; completions that can never be made come back at once as failed."""
@@ -109,7 +114,7 @@ class Engine:
         if not self.scheduler.fits(request):
             return (
                 f"a sequence of {len(request.token_ids)} + {request.sampling.max_tokens} tokens does not fit into "
-                f"{self.scheduler.pool.num_pages} pages of keys and values; raise generator.kv_memory_mb"
+                f"{self.scheduler.max_pages} pages of keys and values; raise generator.kv_memory_mb"
             )
         if request.version is not None and request.version < self.version:
             return self._outdated(request)
@@ -129,54 +134,56 @@ class Engine:
         """One forward pass and one drawn token for every sequence that has logits; returns what ended."""
         begin = time.perf_counter()
         ended = [_completion(s, Finish.FAILED, self._outdated(s.request)) for s in self.scheduler.remove_outdated()]
-        pieces = self.scheduler.plan()
-        drawing: list[Sequence] = []
+        plan = self.scheduler.plan()
+        self._store.copy_pages(self.scheduler.rows.take_copies())
+        drawing: list[Sequence] = list(plan.decoding)
         logits: list[Tensor] = []
-        if pieces:
-            completing = [p for p in pieces if p.completes]
-            rows = self._forward(pieces, completing)
-            for i, piece in enumerate(completing):
-                if isinstance(piece.work, PromptState):
-                    piece.work.logits = rows[i : i + 1].clone()
-            decoded = [i for i, p in enumerate(completing) if isinstance(p.work, Sequence)]
-            if decoded:
-                drawing += [completing[i].work for i in decoded]
-                logits.append(rows if len(decoded) == len(rows) else rows[decoded])
-            for piece in pieces:
-                self.scheduler.computed(piece)
+        if plan.decoding or plan.chunks:
+            found, of_chunks = self._forward(plan)
+            if plan.decoding:
+                logits.append(found)
+            for sequence in plan.decoding:
+                sequence.stored += 1
+            for chunk, of_chunk in zip(plan.chunks, of_chunks, strict=True):
+                self.scheduler.computed(chunk, of_chunk)
+            if self._store.touched.sum() > self.scheduler.budget.num_pages:  # free pages hold memory too
+                self._store.give_memory_back(self.scheduler.pages_in_use())
         for start in self.scheduler.start_ready():
-            if start.copies:
-                self._store.copy_pages(*zip(*start.copies, strict=True))
             drawing += start.samples
             logits.append(start.logits.expand(len(start.samples), -1))
-        self.scheduler.release_spent()
         if drawing:
             ended += self._draw(drawing, logits[0] if len(logits) == 1 else torch.cat(logits))
-        if pieces or drawing:
-            self._report(pieces, drawing, time.perf_counter() - begin)
+        if drawing or plan.chunks:
+            self._report(plan, len(drawing), time.perf_counter() - begin)
         return ended
 
-    def _forward(self, pieces: list[Piece], completing: list[Piece]) -> Tensor:
-        """[len(completing), V] logits after the last token of every completing piece."""
-        ids = [p.work.token(i) for p in pieces for i in range(p.span.start, p.span.start + p.span.length)]
+    def _forward(self, plan: Plan) -> tuple[Tensor, list[Tensor | None]]:
+        """[n, V] logits after the last token of the n decoding sequences, and [1, V] for each chunk that completes."""
+        ids = [sequence.tokens[-1] for sequence in plan.decoding]
+        n, wanted = len(ids), list(range(len(ids)))
+        for chunk in plan.chunks:
+            ids += chunk.prefix.tokens[chunk.start : chunk.start + chunk.length]
+            if chunk.completes:
+                wanted.append(len(ids) - 1)
         num_rows = self._numerics.rows(len(ids), self.threads)
-        context = PagedContext(self._store, [p.span for p in pieces], num_rows)
+        context = PagedContext(self._store, plan, self._layout.update() if plan.decoding else None, num_rows)
         input_ids = torch.tensor(ids + [ids[0]] * (num_rows - len(ids)), device=self._store.device)
         hidden = self.policy.hidden(input_ids, context.positions, context)
-        if not completing:
-            return hidden.new_empty(0, 0)
-        ends = dict(zip(map(id, pieces), np.cumsum([p.span.length for p in pieces]) - 1, strict=True))
-        wanted = [int(ends[id(p)]) for p in completing]
-        padding = [wanted[0]] * (self._numerics.rows(len(wanted), self.threads) - len(wanted))
-        return self.policy.head(hidden[wanted + padding])[: len(wanted)]
+        if not wanted:
+            return hidden.new_empty(0, 0), [None] * len(plan.chunks)
+        num_wanted = len(wanted)
+        wanted += [wanted[0]] * (self._numerics.rows(num_wanted, self.threads) - num_wanted)
+        logits = self.policy.head(hidden if wanted == list(range(num_rows)) else hidden[wanted])
+        ends = iter(logits[n:num_wanted].clone().split(1))
+        return logits[:n], [next(ends) if chunk.completes else None for chunk in plan.chunks]
 
     def _draw(self, sequences: list[Sequence], logits: Tensor) -> list[Completion]:
-        by_sampling: dict[Any, list[int]] = defaultdict(list)
+        by_law: dict[tuple[Any, ...], list[int]] = defaultdict(list)
         for i, sequence in enumerate(sequences):
-            by_sampling[sequence.request.sampling].append(i)
+            by_law[sequence.law].append(i)
         ended = []
-        for sampling, places in by_sampling.items():
-            chosen = [sequences[i] for i in places]
+        for places in by_law.values():
+            chosen, sampling = [sequences[i] for i in places], sequences[places[0]].request.sampling
             logprobs = sampled_logprobs(logits if len(places) == len(sequences) else logits[places], sampling)
             numbers = uniforms([s.key for s in chosen], [len(s.tokens) for s in chosen])
             tokens = draw(logprobs, numbers)
@@ -184,24 +191,30 @@ class Engine:
             if sampling.record_support:
                 for sequence, row in zip(chosen, logprobs.isfinite().cpu().numpy(), strict=True):
                     sequence.support.append(np.flatnonzero(row).astype(np.int32))
-            for sequence, token, value in zip(chosen, tokens.tolist(), values.tolist(), strict=True):
-                completion = self._append(sequence, token, value)
-                if completion is not None:
-                    self.scheduler.finish(sequence)
-                    ended.append(completion)
+            ended += self._append(chosen, tokens.tolist(), values.tolist())
         return ended
 
-    def _append(self, sequence: Sequence, token: int, logprob: float) -> Completion | None:
-        """Add a drawn token; the completion if it is the last one."""
-        if not float("-inf") < logprob <= 0.0:  # NaN compares false
-            return _completion(sequence, Finish.FAILED, f"the model gave no finite log-probability ({logprob})")
-        sequence.tokens.append(token)
-        sequence.logprobs.append(logprob)
-        sequence.versions.append(self.version)
-        sampling = sequence.request.sampling
-        if token in sampling.stop_token_ids or (sampling.stop and self._has_stop_string(sequence)):
-            return _completion(sequence, Finish.STOP)
-        return _completion(sequence, Finish.LENGTH) if len(sequence.tokens) >= sampling.max_tokens else None
+    def _append(self, sequences: list[Sequence], tokens: list[int], logprobs: list[float]) -> list[Completion]:
+        """Add the drawn tokens; completions of the sequences that end with them."""
+        ended, version, lowest = [], self.version, float("-inf")
+        for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
+            reason = ""
+            if lowest < logprob <= 0.0:  # NaN compares false
+                sequence.tokens.append(token)
+                sequence.logprobs.append(logprob)
+                sequence.versions.append(version)
+                sampling = sequence.request.sampling
+                if token in sampling.stop_token_ids or (sampling.stop and self._has_stop_string(sequence)):
+                    finish = Finish.STOP
+                elif len(sequence.tokens) >= sequence.max_tokens:
+                    finish = Finish.LENGTH
+                else:
+                    continue
+            else:
+                finish, reason = Finish.FAILED, f"the model gave no finite log-probability ({logprob})"
+            ended.append(_completion(sequence, finish, reason))
+            self.scheduler.finish(sequence)
+        return ended
 
     def _has_stop_string(self, sequence: Sequence) -> bool:
         stops = sequence.request.sampling.stop
@@ -210,25 +223,25 @@ class Engine:
         text = self._decode(tail)
         return any(stop in text for stop in stops)
 
-    def _report(self, pieces: list[Piece], drawing: list[Sequence], seconds: float) -> None:
-        prefill = sum(p.span.length for p in pieces if p.span.length > 1 or isinstance(p.work, PromptState))
+    def _report(self, plan: Plan, sampled: int, seconds: float) -> None:
+        prefill = sum(chunk.length for chunk in plan.chunks)
         if prefill:
-            self._emit("prefill", seconds=seconds, tokens=prefill, sampled=len(drawing), version=self.version)
+            self._emit("prefill", seconds=seconds, tokens=prefill, sampled=sampled, version=self.version)
         else:
             self._emit(
                 "decode_step",
                 seconds=seconds,
-                batch=len(pieces),
-                context_sum=sum(p.span.start + 1 for p in pieces),
+                batch=len(plan.decoding),
+                context_sum=int(self._layout.positions.sum()) + len(plan.decoding),
                 ms=seconds * 1e3,
-                sampled=len(drawing),
+                sampled=sampled,
                 running=len(self.scheduler.running),
                 version=self.version,
             )
 
     def interrupt(self) -> None:
         """Forget all keys and values; running sequences are computed again from their tokens and go on."""
-        self.scheduler.preempt_all()
+        self.scheduler.interrupt_all()
 
     def load(self, weights: Weights) -> Mapping[str, str]:
         """Compute under these weights from now on. Nothing computed under older ones is used again.
@@ -238,8 +251,7 @@ class Engine:
         """
         version = weights.record.version
         self.interrupt()
-        load_weights(self.policy.model, weights.tensors)
-        shown = digests(named_weights(self.policy.model))
+        shown = load_and_digest(self.policy.model, weights.tensors)
         require_held("the engine", version, weights.digests, shown)
         self.scheduler.version = version
         return shown

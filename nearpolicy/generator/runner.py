@@ -26,6 +26,7 @@ import torch
 
 from nearpolicy.errors import EngineError, NearpolicyError, UserError
 from nearpolicy.generator.engine import Engine
+from nearpolicy.records import BASELINE
 from nearpolicy.roles import Capabilities, Completion, Request, Weights
 
 
@@ -53,6 +54,7 @@ class _Subscriber:
     """Counted by the engine's thread."""
     admission: int | None
     """What the request is for; None outside training."""
+    is_baseline: bool = False
 
     def put(self, item: Completion | NearpolicyError) -> None:
         with contextlib.suppress(RuntimeError):  # its event loop is closed: nobody waits any more
@@ -69,10 +71,17 @@ class EngineRunner:
         on_sync: str = "finish",
         sync_timeout_s: float = 120.0,
         threads: int = 1,
+        threads_alone: int | None = None,
         numerics: str = "exact",
         on_event: Callable[..., None] | None = None,
     ) -> None:
-        """``sync_timeout_s``: with ``on_sync="finish"``, how long a publication waits for running sequences."""
+        """``sync_timeout_s``: with ``on_sync="finish"``, how long a publication waits for running sequences.
+        ``threads``: inside one operation while others work (`others_work`); ``threads_alone``: while they do not."""
+        self._threads = threads
+        self._threads_alone = threads_alone or threads
+        self.others_work: Callable[[], bool] = lambda: False
+        """Whether other roles need their share of the cores at the moment; asked before every forward pass. With exact
+        numerics the bits do not depend on the answer."""
         self._engine = engine
         self._on_sync = on_sync
         self._sync_timeout_s = sync_timeout_s
@@ -88,13 +97,14 @@ class EngineRunner:
         self._ended: NearpolicyError | None = None
         self._ending = threading.Lock()
         """Held to ask whether the thread has ended and to queue a command, so that none is left without an answer."""
-        self._thread = threading.Thread(target=self._run, args=(threads,), name="generator", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="generator", daemon=True)
         self._thread.start()
 
     async def submit(self, request: Request) -> AsyncIterator[Completion]:
         """Completions as they end. Leaving the iterator early aborts what is left."""
-        admission = request.admission if request.purpose == "rollout" else None
-        subscriber = _Subscriber(asyncio.get_running_loop(), asyncio.Queue(), request.n, admission)
+        greedy = request.purpose == "baseline"
+        admission = request.admission if greedy or request.purpose == "rollout" else None
+        subscriber = _Subscriber(asyncio.get_running_loop(), asyncio.Queue(), request.n, admission, greedy)
         missing = request.n
         try:
             await self._call(lambda: self._submit(request, subscriber))
@@ -118,10 +128,6 @@ class EngineRunner:
     async def resume(self) -> None:
         await self._call(lambda: self._set_paused(False))
 
-    async def set_threads(self, threads: int) -> None:
-        """Threads inside one operation from now on; with exact numerics the bits do not depend on it."""
-        await self._call(lambda: self._set_threads(threads))
-
     async def load(self, weights: Weights) -> Mapping[str, str]:
         """Compute under these weights from now on. Cancelled before that began, it leaves the old ones in place; if it
         fails, nothing more is sampled until another load succeeds."""
@@ -140,7 +146,7 @@ class EngineRunner:
             batch_invariant=exact,
             resumable=True,
             in_flight_update=True,
-            prefix_cache=False,
+            prefix_cache=True,
             adapters=False,
             proof="fingerprint",
         )
@@ -165,13 +171,13 @@ class EngineRunner:
 
     # Everything below runs in the engine's thread.
 
-    def _run(self, threads: int) -> None:
+    def _run(self) -> None:
         torch.set_flush_denormal(True)
-        self._set_threads(threads)
         try:
             while self._obey():
                 self._load_if_due()
                 if self._engine.scheduler.has_work and not self._stands:
+                    self._take_cores()
                     self._deliver(self._engine.step())
             ended = EngineError("the generator is closed")
         except UserError as error:
@@ -214,7 +220,8 @@ class EngineRunner:
         if self._subscribers.get(request_id) is subscriber:  # not another request of the same name
             self._abort({request_id})
 
-    def _set_threads(self, threads: int) -> None:
+    def _take_cores(self) -> None:
+        threads = self._threads if self.others_work() else self._threads_alone
         torch.set_num_threads(threads)
         self._engine.threads = threads
 
@@ -229,7 +236,8 @@ class EngineRunner:
         for completion in completions:
             subscriber = self._subscribers[completion.request]
             ended = {"tokens": len(completion.token_ids), "reason": completion.finish.value}
-            self._emit("finish", admission=subscriber.admission, sample=completion.sample, **ended)
+            sample = BASELINE if subscriber.is_baseline else completion.sample
+            self._emit("finish", admission=subscriber.admission, sample=sample, **ended)
             subscriber.undelivered -= 1
             if subscriber.undelivered == 0:
                 del self._subscribers[completion.request]

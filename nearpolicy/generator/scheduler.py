@@ -1,19 +1,23 @@
-"""What runs next, decided without tensors: sequences, their prompts, and the pages they hold.
+"""What runs next, decided without tensors: prefixes to compute, sequences that decode, and the pages they hold.
 
-A request of ``n`` samples has one `PromptState`: the prompt is computed once, and every sample then starts from its
-pages (full pages shared, the unfinished last page copied). Samples that find no room wait beside it. When pages run
-out, the youngest sequence gives its pages back and is computed again later from its prefix; with exact numerics its
-bits do not change. A sequence alone always fits, so there is always progress.
+A request of ``n`` samples is one `Prefix`, its prompt, computed once; every sample then starts from its full pages,
+which are shared, and a copy of the unfinished last one. A sequence that was interrupted is a prefix again, of its
+prompt and what it has sampled, for one sample. Full pages are found by their tokens, so that a prompt that begins like
+an earlier one is computed from where they part. When pages run out, the youngest sequence gives its own back and is
+computed again later; with exact numerics its bits do not change. A sequence alone always fits, so there is always
+progress.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from nearpolicy.generator.kv import PagePool, Span
+from nearpolicy.generator.pages import Budget, RowPages, SharedPages, page_tokens, pages_for
 from nearpolicy.generator.sampling import sequence_key
 from nearpolicy.models.attention import PAGE
 from nearpolicy.roles import Request
@@ -27,78 +31,94 @@ class Sequence:
     sample: int
     prompt: list[int]
     key: int
+    law: tuple[Any, ...]
+    """What decides how its tokens are drawn: sequences of one law are drawn together."""
+    max_tokens: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     support: list[np.ndarray] = field(default_factory=list)
     """Per token the ids that could be drawn, where the request asks for them."""
-    pages: list[int] = field(default_factory=list)
+    shared: list[int] = field(default_factory=list)
+    """The full pages of the prefix it started from."""
+    rows: list[int] = field(default_factory=list)
+    """Where the pages behind them lie; empty while it waits."""
+    room: int = 0
+    """Positions that its pages hold."""
     stored: int = 0
-    """Positions whose keys and values are in the pages; 0 while it waits."""
+    """Positions whose keys and values are in the pages."""
 
     @property
     def length(self) -> int:
         return len(self.prompt) + len(self.tokens)
 
-    def token(self, position: int) -> int:
-        return self.prompt[position] if position < len(self.prompt) else self.tokens[position - len(self.prompt)]
-
 
 @dataclass(eq=False)
-class PromptState:
-    """A request whose samples have not all started: the prompt's pages, and its samples that wait."""
+class Prefix:
+    """Tokens to compute, and the samples that start behind them."""
 
     request: Request
-    prompt: list[int]
+    tokens: list[int]
     waiting: deque[Sequence]
     pages: list[int] = field(default_factory=list)
     stored: int = 0
+    place: int = SharedPages.ROOT
+    """Of the last full page that is computed, in the tree of prefixes."""
     logits: object | None = None
-    """The prompt's last logits [1, V], once they are computed."""
-
-    def token(self, position: int) -> int:
-        return self.prompt[position]
+    """Behind the last token [1, V], once they are computed."""
 
     @property
     def length(self) -> int:
-        return len(self.prompt)
+        return len(self.tokens)
 
-
-Work = Sequence | PromptState
+    def forget(self) -> None:
+        self.pages, self.stored, self.place, self.logits = [], 0, SharedPages.ROOT, None
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Consecutive tokens of one sequence or prompt to compute in this pass."""
+class Chunk:
+    """Consecutive tokens of a prefix to compute in this pass."""
 
-    work: Work
-    span: Span
+    prefix: Prefix
+    start: int
+    length: int
 
     @property
     def completes(self) -> bool:
-        """Whether the work's last known token is among them, so that its logits give the next one."""
-        return self.span.start + self.span.length == self.work.length
+        """Whether the prefix's last token is among them, so that its logits give the next one."""
+        return self.start + self.length == self.prefix.length
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one forward pass computes: the last token of every decoding sequence, in the order of their rows, then
+    chunks of prefixes."""
+
+    decoding: tuple[Sequence, ...]
+    chunks: tuple[Chunk, ...]
 
 
 @dataclass(eq=False)
 class Start:
-    """Samples that take their first token from a prompt's logits."""
+    """Samples that take their next token from a prefix's logits."""
 
     logits: object
-    samples: list[Sequence] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    """(from, to): pages to copy before the next forward pass."""
+    samples: list[Sequence]
 
 
 class Scheduler:
     """Chooses the tokens of each forward pass; keeps every sequence in exactly one place until it is finished."""
 
-    def __init__(self, pool: PagePool, max_running: int, prefill_chunk: int) -> None:
-        self.pool = pool
+    def __init__(self, num_pages: int, max_running: int, prefill_chunk: int, max_length: int | None = None) -> None:
+        """``max_length``: of prompt and completion together; None for what all pages hold."""
+        self.max_pages = num_pages if max_length is None else min(num_pages, pages_for(max_length))
+        self.budget = Budget(num_pages)
+        self.prefix_pages = SharedPages(self.budget)
+        self.rows: RowPages[Sequence] = RowPages(self.budget, max_running, self.max_pages)
         self._max_running = max_running
         self._prefill_chunk = prefill_chunk
-        self._prompts: deque[PromptState] = deque()
-        self._preempted: deque[Sequence] = deque()
+        self._prompts: deque[Prefix] = deque()
+        self._interrupted: deque[Prefix] = deque()
         self.running: list[Sequence] = []
         """In the order they started: the last is the youngest."""
         self.accepts_new = True
@@ -108,7 +128,7 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        return not (self._prompts or self._preempted or self.running)
+        return not (self._prompts or self._interrupted or self.running)
 
     @property
     def has_work(self) -> bool:
@@ -118,193 +138,229 @@ class Scheduler:
     @property
     def has_started_work(self) -> bool:
         """Sequences that have sampled at least one token and are not finished."""
-        return bool(self.running or self._preempted)
+        return bool(self.running or self._interrupted)
 
     def add(self, request: Request) -> None:
         prompt = request.token_ids.tolist()
-        samples = deque(Sequence(request, i, prompt, sequence_key(request, i)) for i in range(request.n))
-        self._prompts.append(PromptState(request, prompt, samples))
+        sampling = request.sampling
+        law = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.record_support)
+        samples = (
+            Sequence(request, i, prompt, sequence_key(request, i), law, sampling.max_tokens) for i in range(request.n)
+        )
+        self._prompts.append(Prefix(request, prompt, deque(samples)))
+
+    def waiting(self, request_id: str) -> list[Sequence]:
+        """Samples of a request that have not started."""
+        return [s for prefix in self._prompts if prefix.request.id == request_id for s in prefix.waiting]
+
+    def pages_in_use(self) -> set[int]:
+        """Numbers of all pages whose content may be read again."""
+        own = {page for sequence in self.running for page in self.rows.pages_of(sequence)}
+        return own | self.prefix_pages.in_use()
 
     def fits(self, request: Request) -> bool:
         """Whether one sequence of full length fits into all pages, beside nothing else."""
-        return pages_for(len(request.token_ids) + request.sampling.max_tokens) <= self.pool.num_pages
+        return pages_for(len(request.token_ids) + request.sampling.max_tokens) <= self.max_pages
 
     def remove(self, request_ids: set[str]) -> list[Sequence]:
         """Take every unfinished sequence of these requests out and free what they hold."""
         removed: list[Sequence] = []
-        for prompt in [p for p in self._prompts if p.request.id in request_ids]:
-            self._prompts.remove(prompt)
-            self.pool.release(prompt.pages)
-            removed.extend(prompt.waiting)
-        for place in (self._preempted, self.running):
-            for sequence in [s for s in place if s.request.id in request_ids]:
-                place.remove(sequence)
-                self._drop_pages(sequence)
-                removed.append(sequence)
+        for place in (self._prompts, self._interrupted):
+            for prefix in [p for p in place if p.request.id in request_ids]:
+                place.remove(prefix)
+                self._give_back(prefix)
+                removed.extend(prefix.waiting)
+        for sequence in [s for s in self.running if s.request.id in request_ids]:
+            self.finish(sequence)
+            removed.append(sequence)
         return removed
 
     def remove_outdated(self) -> list[Sequence]:
         """Take out the samples that wait for a version older than the present one: they can never start."""
         removed: list[Sequence] = []
-        for prompt in [p for p in self._prompts if self._is_outdated(p)]:
-            self._prompts.remove(prompt)
-            self.pool.release(prompt.pages)
-            removed.extend(prompt.waiting)
+        for prefix in [p for p in self._prompts if self._is_outdated(p)]:
+            self._prompts.remove(prefix)
+            self._give_back(prefix)
+            removed.extend(prefix.waiting)
         return removed
 
-    def preempt_all(self) -> None:
-        """Forget all keys and values (the weights change): everything is computed again from its tokens."""
-        for sequence in (*self.running, *self._preempted):  # a waiting one may be half computed again
-            self._drop_pages(sequence)
-        self._preempted.extendleft(reversed(self.running))
-        self.running.clear()
-        self.forget_prompts()
+    def interrupt_all(self) -> None:
+        """Forget all keys and values: everything is computed again from its tokens."""
+        for sequence in reversed(list(self.running)):
+            self._interrupt(sequence)
+        self.forget_prefixes()
 
-    def forget_prompts(self) -> None:
-        for prompt in self._prompts:
-            self.pool.release(prompt.pages)
-            prompt.pages, prompt.stored, prompt.logits = [], 0, None
+    def forget_prefixes(self) -> None:
+        """Forget what was computed and has not started; what decodes keeps its keys and values."""
+        for prefix in (*self._interrupted, *self._prompts):
+            self._give_back(prefix)
+        self.prefix_pages.forget_all()
 
     def finish(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._drop_pages(sequence)
 
+    def plan(self) -> Plan:
+        """The next forward pass: one token of every running sequence, then chunks of prefixes."""
+        for sequence in [s for s in self.running if s.stored == s.room]:
+            if sequence in self.running:  # not interrupted by an older one
+                self._make_room(sequence)
+        decoding = tuple(self.rows.levels[0])
+        return Plan(decoding, tuple(self._chunks(anything_runs=bool(decoding))))
+
+    def _chunks(self, anything_runs: bool) -> Iterator[Chunk]:
+        budget = self._prefill_chunk
+        computing: set[tuple[int, bytes]] = set()
+        """Full pages that this pass computes: who needs the same one waits and finds it."""
+        for prefix in self._candidates():
+            if budget <= 0:
+                return
+            following = self._reuse(prefix)
+            if following is not None and following in computing:
+                continue
+            length = min(prefix.length - prefix.stored, budget)
+            needed = pages_for(prefix.stored + length) - len(prefix.pages)
+            if not anything_runs:
+                while needed > self.budget.free and self._reclaim(besides=prefix):
+                    pass
+            if needed > self.budget.free:
+                return  # wait for somebody to finish
+            prefix.pages.extend(self.prefix_pages.allocate(needed))
+            if following is not None:
+                computing.add(following)
+            anything_runs = True
+            budget -= length
+            yield Chunk(prefix, prefix.stored, length)
+
+    def _reuse(self, prefix: Prefix) -> tuple[int, bytes] | None:
+        """Take over the pages that others have computed; returns the name of the next full page, if there is one.
+
+        The last token is always left to compute: its logits are what starts the samples.
+        """
+        while (following := self._next_full_page(prefix)) is not None:
+            found = self.prefix_pages.find(*following) if prefix.stored % PAGE == 0 else None
+            if found is None or (self.budget.free == 0 and not self.prefix_pages.is_held(found[1])):
+                return following
+            prefix.place, page = found
+            prefix.pages += self.prefix_pages.share([page])
+            prefix.stored += PAGE
+        return None
+
+    def _next_full_page(self, prefix: Prefix) -> tuple[int, bytes] | None:
+        page = prefix.stored // PAGE
+        return (prefix.place, page_tokens(prefix.tokens, page)) if (page + 1) * PAGE < prefix.length else None
+
+    def computed(self, chunk: Chunk, logits: object | None) -> None:
+        """The chunk's keys and values are stored; ``logits`` of a prefix that is whole now."""
+        prefix = chunk.prefix
+        before, prefix.stored = prefix.stored // PAGE, chunk.start + chunk.length
+        for page in range(before, prefix.stored // PAGE):
+            tokens = page_tokens(prefix.tokens, page)
+            prefix.place = self.prefix_pages.remember(prefix.place, tokens, prefix.pages[page])
+        if chunk.completes:
+            prefix.logits = logits
+
     def start_ready(self) -> list[Start]:
-        """Samples that start now from prompts whose logits are there."""
+        """Samples that start now behind prefixes whose logits are there."""
         started = []
-        for prompt in [p for p in self._prompts if p.logits is not None and self._may_start(p)]:
-            start = Start(prompt.logits)
-            while prompt.waiting and prompt.logits is not None and self._can_start(prompt):
-                start.samples.append(self._fork(prompt, start.copies))
-            if start.samples:
-                started.append(start)
+        for place in (self._interrupted, self._prompts):
+            for prefix in [p for p in place if p.logits is not None and self._may_go_on(p)]:
+                logits, samples = prefix.logits, []
+                while prefix.waiting and prefix.logits is not None and self._can_start(prefix):
+                    samples.append(self._start(prefix))
+                if samples:
+                    started.append(Start(logits, samples))
+                if not prefix.waiting:
+                    place.remove(prefix)
+                    self._give_back(prefix)
         return started
 
-    def release_spent(self) -> None:
-        """Give back the pages of prompts whose samples have all started; call after the copies are made."""
-        for prompt in [p for p in self._prompts if not p.waiting]:
-            self._prompts.remove(prompt)
-            self.pool.release(prompt.pages)
-
-    def plan(self) -> list[Piece]:
-        """The pieces of the next forward pass: one token of every running sequence, then chunks of prefixes."""
-        pieces = []
-        for sequence in list(self.running):
-            if sequence not in self.running:  # preempted by an older one
-                continue
-            if self._make_room(sequence):
-                pieces.append(Piece(sequence, Span(sequence.stored, 1, sequence.pages)))
-        pieces = [p for p in pieces if p.work in self.running]
-        budget = self._prefill_chunk
-        for work in self._prefill_candidates():
-            if budget <= 0:
-                break
-            length = min(work.length - work.stored, budget)
-            needed = pages_for(work.stored + length) - len(work.pages)
-            if not self.pool.can_allocate(needed):
-                if pieces or self.running:
-                    break  # wait for somebody to finish
-                while not self.pool.can_allocate(needed) and self._reclaim(besides=work):
-                    pass
-                if not self.pool.can_allocate(needed):
-                    break
-            work.pages.extend(self.pool.allocate(needed))
-            pieces.append(Piece(work, Span(work.stored, length, work.pages)))
-            budget -= length
-        return pieces
-
-    def computed(self, piece: Piece) -> None:
-        """The piece's keys and values are stored; a prefix that is whole again runs."""
-        piece.work.stored += piece.span.length
-        if isinstance(piece.work, Sequence) and piece.work in self._preempted and piece.completes:
-            self._preempted.remove(piece.work)
-            self.running.append(piece.work)
-
-    def _prefill_candidates(self) -> list[Work]:
+    def _candidates(self) -> list[Prefix]:
         """Interrupted sequences first (they hold up their group), then prompts in order of arrival.
 
         Prompts are computed only as far ahead as their samples can start: a queue of prompts that took all pages would
         leave none for the sequences that should decode together.
         """
         room = self._max_running - len(self.running)
-        interrupted = list(self._preempted)[: max(0, room)]
-        room = min(room - len(interrupted), self.pool.num_free)
-        prompts: list[Work] = []
+        chosen = [p for p in list(self._interrupted)[: max(0, room)] if p.logits is None]
+        room = min(room - len(chosen), self.budget.free)
         for prompt in self._prompts:
-            if room <= 0 and (self.running or interrupted or prompts):
+            if room <= 0 and (self.running or chosen):
                 break
             if self._may_start(prompt):
                 if prompt.logits is None:
-                    prompts.append(prompt)
+                    chosen.append(prompt)
                 room -= len(prompt.waiting)
-        return [*interrupted, *prompts]
+        return chosen
 
-    def _may_start(self, prompt: PromptState) -> bool:
+    def _may_go_on(self, prefix: Prefix) -> bool:
+        return bool(prefix.waiting[0].tokens) or self._may_start(prefix)
+
+    def _may_start(self, prompt: Prefix) -> bool:
         return self.accepts_new and prompt.request.version in (None, self.version)
 
-    def _is_outdated(self, prompt: PromptState) -> bool:
+    def _is_outdated(self, prompt: Prefix) -> bool:
         return prompt.request.version is not None and prompt.request.version < self.version
 
-    def _can_start(self, prompt: PromptState) -> bool:
-        if len(self.running) + len(self._preempted) >= self._max_running:
+    def _can_start(self, prefix: Prefix) -> bool:
+        ahead = 0 if prefix.waiting[0].tokens else len(self._interrupted)
+        if len(self.running) + ahead >= self._max_running:
             return False
-        return self._hands_over(prompt) or self.pool.can_allocate(1 if prompt.length % PAGE else 0)
+        return self._hands_over(prefix) or self.budget.free >= (1 if prefix.length % PAGE else 0)
 
-    def _hands_over(self, prompt: PromptState) -> bool:
-        """Whether the next sample takes the prompt's own pages: the last one does, and one that has no other way."""
-        return len(prompt.waiting) <= 1 or (not self.has_started_work and not self.pool.can_allocate(1))
+    def _hands_over(self, prefix: Prefix) -> bool:
+        """Whether the next sample takes the prefix's own pages: the last one does, and one that has no other way."""
+        return len(prefix.waiting) <= 1 or (not self.has_started_work and self.budget.free == 0)
 
-    def _fork(self, prompt: PromptState, copies: list[tuple[int, int]]) -> Sequence:
+    def _start(self, prefix: Prefix) -> Sequence:
         """Start the next sample; ``waiting`` no longer holds it."""
-        full = prompt.length // PAGE
-        hands_over = self._hands_over(prompt)
-        sequence = prompt.waiting.popleft()
+        full = prefix.length // PAGE
+        sequence, hands_over = prefix.waiting[0], self._hands_over(prefix)
+        prefix.waiting.popleft()
+        unfinished = prefix.pages[full] if prefix.length % PAGE else None
+        sequence.shared = self.prefix_pages.share(prefix.pages[:full])
         if hands_over:
-            sequence.pages, prompt.pages = prompt.pages, []
-            prompt.stored, prompt.logits = 0, None  # samples that still wait have it computed again
-        else:
-            sequence.pages = self.pool.share(prompt.pages[:full])
-            if prompt.length % PAGE:
-                own = self.pool.allocate(1)
-                copies.append((prompt.pages[full], own[0]))
-                sequence.pages.extend(own)
-        sequence.stored = prompt.length
+            self._give_back(prefix)  # samples that still wait have it computed again
+        sequence.stored, sequence.room = prefix.length, full * PAGE
+        if unfinished is not None:
+            self._append_page(sequence, content_of=unfinished)
         self.running.append(sequence)
         return sequence
 
-    def _make_room(self, sequence: Sequence) -> bool:
+    def _make_room(self, sequence: Sequence) -> None:
         """A page for the sequence's next position, taken from the youngest if there is no other."""
-        while pages_for(sequence.stored + 1) > len(sequence.pages):
-            if self.pool.can_allocate(1):
-                sequence.pages.extend(self.pool.allocate(1))
-            elif not self._reclaim(besides=sequence):
+        while sequence.stored == sequence.room:
+            if self.budget.free:
+                self._append_page(sequence)
+            elif not self._reclaim(besides=None):
                 youngest = self.running[-1]
-                self._preempt(youngest)
+                self._interrupt(youngest)
                 if youngest is sequence:
-                    return False
-        return True
+                    return
 
-    def _reclaim(self, besides: Work) -> bool:
-        """Take the pages of the newest work that is not running; it will be computed again."""
-        for work in (*reversed(self._prompts), *reversed(self._preempted)):
-            if work.pages and work is not besides:
-                self.pool.release(work.pages)
-                work.pages, work.stored = [], 0
-                if isinstance(work, PromptState):
-                    work.logits = None
+    def _append_page(self, sequence: Sequence, content_of: int | None = None) -> None:
+        self.rows.append(sequence, content_of)
+        sequence.room += PAGE
+
+    def _reclaim(self, besides: Prefix | None) -> bool:
+        """Take the pages of the newest prefix; it will be computed again."""
+        for prefix in (*reversed(self._prompts), *reversed(self._interrupted)):
+            if prefix.pages and prefix is not besides:
+                self._give_back(prefix)
                 return True
         return False
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _interrupt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._drop_pages(sequence)
-        self._preempted.appendleft(sequence)
+        tokens = sequence.prompt + sequence.tokens
+        self._interrupted.appendleft(Prefix(sequence.request, tokens, deque([sequence])))
 
     def _drop_pages(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.pages)
-        sequence.pages, sequence.stored = [], 0
+        self.prefix_pages.release(sequence.shared)
+        self.rows.drop(sequence)
+        sequence.shared, sequence.stored, sequence.room = [], 0, 0
 
-
-def pages_for(length: int) -> int:
-    """Pages that ``length`` positions take."""
-    return -(-length // PAGE)
+    def _give_back(self, prefix: Prefix) -> None:
+        self.prefix_pages.release(prefix.pages)
+        prefix.forget()

@@ -9,7 +9,7 @@ start_learner policy, objective, optimizer, learner thread
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -29,6 +29,7 @@ from nearpolicy.models.loading import load_policy, resolve
 from nearpolicy.models.numerics import FAST, Numerics, probe_model
 from nearpolicy.models.policy import PolicyModel
 from nearpolicy.models.tokenizer import Renderer, generation_stop_ids, load_tokenizer, vocabulary_size
+from nearpolicy.models.value import ValueModel
 from nearpolicy.objectives.objective import Objective
 from nearpolicy.roles import Generator, Sampling, Verifier
 from nearpolicy.tasks.mixture import Mixture
@@ -97,9 +98,8 @@ class EngineParts:
 
     engine: Engine
     runner: EngineRunner
-    threads: int
-    """Beside the learner; `all_threads` when nothing else runs."""
     all_threads: int
+    """What one operation may use while nothing else runs."""
 
 
 def start_engine(
@@ -107,7 +107,8 @@ def start_engine(
 ) -> EngineParts:
     """Size the pages, start the thread."""
     policy, numerics = model.policy, model.numerics
-    threads = _threads("generator", role_threads(config, num_cores())[0], config.generator.threads, numerics, say)
+    threads = _threads("generator", role_threads(config)[0], config.generator.threads, numerics, say)
+    all_threads = min(num_cores(), numerics.max_threads)
     limits = EngineLimits.sized(
         policy,
         max_running=config.generator.max_running,
@@ -121,11 +122,11 @@ def start_engine(
         on_sync=config.generator.on_sync,
         sync_timeout_s=config.sync.timeout_s,
         threads=threads,
+        threads_alone=all_threads if config.generator.threads is None else threads,
         numerics=model.mode,
         on_event=on_event,
     )
-    all_threads = min(num_cores(), numerics.max_threads)
-    return EngineParts(engine=engine, runner=runner, threads=threads, all_threads=all_threads)
+    return EngineParts(engine=engine, runner=runner, all_threads=all_threads)
 
 
 def choose_numerics(config: RunConfig, policy: PolicyModel, say: Callable[[str], None]) -> tuple[str, Numerics]:
@@ -154,10 +155,11 @@ def start_learner(
 ) -> LearnerInThread:
     """Load the learner's own copy of the model, and start its thread.
 
-    Unless `learner.threads` says otherwise, it takes the engine's core too while the engine has nothing to do.
+    Engine and learner have one core each while both work; unless `generator.threads` or `learner.threads` say
+    otherwise, each takes all of them while the other has nothing to do.
     """
     numerics, runner = model.numerics, engine.runner
-    threads = usual = _threads("learner", role_threads(config, num_cores())[1], config.learner.threads, numerics, say)
+    threads = usual = _threads("learner", role_threads(config)[1], config.learner.threads, numerics, say)
     threads_now = None
     if config.learner.threads is None and usual < engine.all_threads:
         threads = engine.all_threads
@@ -170,7 +172,9 @@ def start_learner(
         threads_now=threads_now,
         on_event=on_event,
     )
-    return LearnerInThread(learner, RoleThread("learner", threads))
+    thread = RoleThread("learner", threads)
+    runner.others_work = lambda: thread.is_busy
+    return LearnerInThread(learner, thread)
 
 
 def make_learner(
@@ -182,8 +186,11 @@ def make_learner(
     threads_now: Callable[[], int] | None = None,
     on_event: OnEvent | None = None,
 ) -> PolicyLearner:
-    """Load the policy, and the reference if the objective has one."""
+    """Load the policy, and the reference and the critic if the objective has them."""
     own = load_policy(language.folder, getattr(torch, config.model.dtype), pick_device(), known_to_fit=True)
+    value_model = None
+    if config.critic is not None:
+        value_model, numerics = load_value_model(config, language, own, numerics, threads)
     return PolicyLearner(
         own,
         make_objective(config),
@@ -192,6 +199,8 @@ def make_learner(
         temperature=config.sampling.temperature,
         total_steps=config.run.steps,
         reference=load_reference(config, language, own),
+        value_model=value_model,
+        critic=config.critic,
         seed=config.run.seed,
         threads=threads,
         threads_now=threads_now,
@@ -212,13 +221,38 @@ def load_reference(config: RunConfig, language: Language, policy: PolicyModel) -
     if name == "initial":
         return load_policy(language.folder, dtype, device, known_to_fit=True).requires_grad_(False)
     reference = load_policy(reference_folder(name), dtype, device).requires_grad_(False)
-    theirs, ours = (model.config.get_text_config().vocab_size for model in (reference, policy))
+    _require_same_tokens(f"objective.reference {name}", reference, policy)
+    return reference
+
+
+def load_value_model(
+    config: RunConfig, language: Language, policy: PolicyModel, numerics: Numerics, threads: int
+) -> tuple[ValueModel, Numerics]:
+    """The critic's model, and a rule under which it is as exact as the policy; `ModelError` if it speaks of other
+    tokens."""
+    name, dtype, device = config.critic.path, getattr(torch, config.model.dtype), pick_device()
+    if name is None:
+        return ValueModel(load_policy(language.folder, dtype, device, known_to_fit=True)), numerics
+    other = load_policy(resolve(name), dtype, device)
+    _require_same_tokens(f"critic.path {name}", other, policy)
+    if numerics is not FAST:
+        found = probe_model(other, threads)
+        if found is None or found.max_threads < threads:
+            raise ConfigError(
+                f"critic.path {name}: with {threads} threads its values would depend on their neighbours in the batch, "
+                "so numerics are not exact; set run.numerics=fast, fewer learner.threads, or leave critic.path out"
+            )
+        numerics = replace(numerics, min_rows=max(numerics.min_rows, found.min_rows))
+    return ValueModel(other), numerics
+
+
+def _require_same_tokens(who: str, model: PolicyModel, policy: PolicyModel) -> None:
+    theirs, ours = (m.config.get_text_config().vocab_size for m in (model, policy))
     if theirs != ours:
         raise ModelError(
-            f"objective.reference {name} has a vocabulary of {theirs} tokens and the policy one of {ours}; "
-            "log-probabilities can only be compared token by token: name a model with the same tokenizer"
+            f"{who} has a vocabulary of {theirs} tokens and the policy one of {ours}; what they say can only be "
+            "compared token by token: name a model with the same tokenizer"
         )
-    return reference
 
 
 def reference_folder(name: str) -> Path:
@@ -274,4 +308,9 @@ def memory_by_owner(engine: Engine, learner: PolicyLearner) -> dict[str, float]:
     }
     if learner.reference is not None:
         owners["learner: reference"] = sum(p.nbytes for p in learner.reference.parameters()) / mib
+    if learner.critic is not None:
+        critic = list(learner.critic.model.parameters())
+        owners["critic: weights"] = own = sum(p.nbytes for p in critic) / mib
+        owners["critic: AdamW"] = 2 * sum(4 * p.numel() for p in critic) / mib
+        owners["learner: gradients"] = max(weights, own)
     return owners

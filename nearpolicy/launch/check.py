@@ -67,7 +67,7 @@ def refuse(config: RunConfig, *, makes_run: bool) -> ModelShape | None:
     ``makes_run``: whether `run.dir` will be taken (the recipe of a finished run names its own folder). Returns the
     model's shape, or None if it lies on a hub and has not been fetched.
     """
-    from nearpolicy.launch.sizes import memory_refusal, model_shape, reference_shape
+    from nearpolicy.launch.sizes import critic_shape, memory_refusal, model_shape, reference_shape
     from nearpolicy.store.folder import refuse_unusable
     from nearpolicy.tasks.sources import check_exists
 
@@ -79,13 +79,16 @@ def refuse(config: RunConfig, *, makes_run: bool) -> ModelShape | None:
     if shape is not None:
         problems += _model_problems(config, shape)
         try:
-            reference = reference_shape(config, shape)
-            if reference is not None and reference.vocabulary != shape.vocabulary:
-                problems.append(
-                    f"objective.reference {config.objective.reference} has a vocabulary of {reference.vocabulary:,} "
-                    f"tokens and the policy one of {shape.vocabulary:,}; log-probabilities can only be compared token "
-                    "by token: name a model with the same tokenizer"
-                )
+            others = {
+                f"objective.reference {config.objective.reference}": reference_shape(config, shape),
+                f"critic.path {config.critic and config.critic.path}": critic_shape(config, shape),
+            }
+            problems += [
+                f"{who} has a vocabulary of {other.vocabulary:,} tokens and the policy one of {shape.vocabulary:,}; "
+                "what they say can only be compared token by token: name a model with the same tokenizer"
+                for who, other in others.items()
+                if other is not None and other.vocabulary != shape.vocabulary
+            ]
             if (too_large := memory_refusal(config, shape, trains=makes_run)) is not None:
                 problems.append(too_large)
         except UserError as error:
@@ -193,9 +196,22 @@ def _run(config: RunConfig) -> Lines:
         yield "reference", f"{objective.reference}, {kl}: one more forward pass per step"
     elif objective.reference != "none":
         yield "teacher", f"{objective.reference}: one more forward pass per step"
+    if config.critic is not None:
+        yield "critic", _critic(config)
     for task in config.tasks:
         rewards = ", ".join(f"{reward.weight:g} x {reward.source}" for reward in task.rewards)
         yield f"task {task.name}", f"{task.weight / total:.0%} of prompts, held out {task.held_out}, reward {rewards}"
+
+
+def _critic(config: RunConfig) -> str:
+    """What a critic is and costs."""
+    critic = config.critic
+    rate = critic.learning_rate or config.learner.learning_rate
+    alone = f"; alone for the first {count(critic.pretraining_steps, 'step')}" if critic.pretraining_steps else ""
+    return (
+        f"{critic.path or 'begins as the policy'}, learning rate {rate:g}: one more forward pass per step and one more "
+        f"update beside each{alone}"
+    )
 
 
 def _rewards(config: RunConfig, functions: Mapping[str, UserFunction]) -> Lines:
@@ -228,9 +244,13 @@ def _sizes(config: RunConfig) -> Lines:
     completions = config.completions_per_step
     longest = sampling.max_prompt_length + sampling.max_completion_length
     sampled = completions * sampling.max_completion_length
-    ahead = queue.num_slots * sampling.num_generations
+    ahead = queue.num_slots * config.completions_per_group
     lag = (queue.max_staleness + 1) * updates - 1
-    yield "one step", f"{queue.prompts_per_step} groups x {sampling.num_generations} = {completions} completions"
+    greedy = config.objective.greedy_baseline
+    size = f"({sampling.num_generations} + 1 greedy)" if greedy else sampling.num_generations
+    yield "one step", f"{queue.prompts_per_step} groups x {size} = {completions} completions"
+    if greedy:
+        yield "greedy baselines", "judged and recorded, never trained; a prompt is computed once more for its own"
     yield "tokens per step", f"at most {sampled:,} sampled, {completions * longest:,} with prompts"
     yield "updates", f"{updates} per step, {updates * config.run.steps:,} in {config.run.steps} steps"
     yield "slots", f"{queue.num_slots} groups = {ahead} completions admitted but not yet in published weights, at most"
@@ -282,11 +302,14 @@ def _machine(config: RunConfig) -> Lines:
     from nearpolicy.launch.sizes import role_threads, versions
     from nearpolicy.machine import num_cores
 
-    engine, learner = role_threads(config, num_cores())
-    yield "cores", str(num_cores())
-    borrows = config.learner.threads is None and learner < num_cores()
-    more = f" ({num_cores()} while the engine has nothing to do)" if borrows else ""
-    yield "threads", f"engine {engine}, learner {learner}{more}"
+    cores = num_cores()
+    yield "cores", str(cores)
+    parts = []
+    for role, other, threads in zip(("engine", "learner"), ("learner", "engine"), role_threads(config), strict=True):
+        fixed = config.generator.threads if role == "engine" else config.learner.threads
+        more = f" ({cores} while the {other} rests)" if fixed is None and threads < cores else ""
+        parts.append(f"{role} {threads}{more}")
+    yield "threads", ", ".join(parts)
     yield "python", platform.python_version()
     yield "packages", ", ".join(f"{name} {version}" for name, version in versions().items())
 

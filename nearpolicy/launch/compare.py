@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from nearpolicy.models.policy import PolicyModel
     from nearpolicy.objectives.comparison import GroupGradients
     from nearpolicy.objectives.config import ObjectiveConfig
+    from nearpolicy.records import Batch
     from nearpolicy.store.reader import RunReader
 
 RECORDED = "recorded"
@@ -88,13 +89,23 @@ def choose_objectives(run: RunReader, given: Sequence[str]) -> tuple[RunConfig, 
         raise RunFolderError(f"{run.folder.path} holds no recipe, so it ended before it began; name another run")
     config = config_from_dict(run.config, where=str(run.folder.path))
     chosen = {RECORDED: config.objective}
+    if config.critic is not None:
+        _say("the recorded objective is left out: it needs its critic, and no recording holds a critic's weights")
+        chosen, config = {}, config.model_copy(update={"critic": None})
+    without_critic = {section: values for section, values in run.config.items() if section != "critic"}
     for source in given:
         name, settings = load_objective(source)
         if name == RECORDED:
             raise ConfigError(f"{source}: {RECORDED} is what the run's own objective is called; rename the file")
         if name in chosen:
             raise ConfigError(f"{source}: another objective is called {name} too; give it once, or rename one file")
-        chosen[name] = config_from_dict({**run.config, "objective": settings}, where=name).objective
+        wanted = config_from_dict({**without_critic, "objective": settings}, where=name)
+        if wanted.critic is not None:
+            raise ConfigError(
+                f"{name}: objective.advantage={wanted.objective.advantage} needs a critic, and no recording holds a "
+                "critic's weights; compare another advantage"
+            )
+        chosen[name] = wanted.objective
     return config, chosen
 
 
@@ -193,6 +204,7 @@ def refuse_impossible(
 
     batches = [run.batch(step) for step in steps]
     for place, batch in enumerate(batches):
+        refuse_without_baselines(run, batch, objectives)
         newest = max((int(row.segment.versions.max(initial=0)) for row in batch.rows), default=0)
         if version + place < newest:
             raise UserError(
@@ -262,6 +274,19 @@ def compare(workshop: Workshop, objectives: Mapping[str, ObjectiveConfig], *, st
             "settings": {name: objective.model_dump(mode="json") for name, objective in objectives.items()},
         }
     )
+
+
+def refuse_without_baselines(run: RunReader, batch: Batch, objectives: Mapping[str, ObjectiveConfig]) -> None:
+    """`UserError` for an objective that compares with greedy completions where the run recorded none."""
+    if all(group.baseline is not None for group in batch.groups):
+        return
+    for name, objective in objectives.items():
+        if objective.greedy_baseline:
+            raise UserError(
+                f"{name}: objective.advantage={objective.advantage} compares with a greedy completion of each prompt, "
+                f"and {run.folder.path} recorded none. Train with objective.advantage={objective.advantage} for a "
+                "recording that has them (any other advantage can be compared on it), or use rloo here"
+            )
 
 
 def full_importance_sampling(objective: ObjectiveConfig) -> ObjectiveConfig:
@@ -390,7 +415,6 @@ class Workshop:
         await verifier.start()
         parts = build.start_engine(config, self._language, self._model, lambda *_, **__: None, self.say)
         try:
-            await parts.runner.set_threads(parts.all_threads)
             evaluator = build.make_evaluator(config, self._language, parts.runner, verifier)
             return summary_of(await evaluator.run(0, with_pass=False), config.evaluation.pass_k)
         finally:

@@ -32,7 +32,9 @@ def command(
     run: Annotated[Path, typer.Argument(help="The run folder.")],
     step: Annotated[int | None, typer.Option(help="Only rollouts that this step consumed; steps count from 0.")] = None,
     group: Annotated[int | None, typer.Option(help="Only this group, by its index of admission.")] = None,
-    sample: Annotated[int | None, typer.Option(help="Only this sample index, in each group.")] = None,
+    sample: Annotated[
+        int | None, typer.Option(help="Only this sample index, in each group; -1 is its greedy baseline.")
+    ] = None,
     held_out: Annotated[bool, typer.Option("--held-out", help="Held-out questions in place of rollouts.")] = False,
     limit: Annotated[int, typer.Option(help="Rollouts (or questions) shown, at most.", min=1)] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines instead of tables.")] = False,
@@ -105,6 +107,7 @@ def rollout_as_json(item: StoredRollout) -> dict[str, Any]:
     return {
         "group_id": item.admission.index,
         "sample": item.rollout.sample,
+        "baseline": item.is_baseline,
         "attempt": item.admission.attempt,
         "task": prompt.task,
         "prompt_id": prompt.id,
@@ -153,7 +156,8 @@ def _panel(item: StoredRollout, task: Mapping[str, Any]) -> Panel:
     prompt = item.admission.prompt
     reward = "no reward" if item.reward is None else f"reward {item.reward:g}"
     where = f"step {item.step}" if item.step is not None else "no step"
-    title = f"group {item.admission.index} · sample {item.rollout.sample} · {where} · {reward}"
+    which = "greedy baseline" if item.is_baseline else f"sample {item.rollout.sample}"
+    title = f"group {item.admission.index} · {which} · {where} · {reward}"
     attempt = f" · attempt {item.admission.attempt}" if item.admission.attempt else ""
     answer = expected_answer(task, prompt.columns)
     expected = [] if answer is None else [Text.assemble(("expected answer: ", "dim"), visible(answer))]

@@ -9,12 +9,13 @@ one. This module loads nothing, so that it can listen before anything else is im
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 INTERRUPTED = 130
@@ -41,6 +42,29 @@ def obey(action: Callable[[], None]) -> None:
     global _action, _seen
     _action, _seen = action, 0
     signal.signal(signal.SIGINT, _handle)
+
+
+@contextlib.contextmanager
+def first_of_a_script(action: Callable[[], None]) -> Iterator[None]:
+    """Inside, the first Ctrl-C runs ``action``, which may raise; the next one raises KeyboardInterrupt, as ever.
+
+    For a program that is not ours. Only the main thread hears signals, and whoever listens already is left alone: then
+    nothing changes here.
+    """
+    usual = signal.default_int_handler
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not usual:
+        yield
+        return
+
+    def handle(*_: object) -> None:
+        signal.signal(signal.SIGINT, usual)
+        action()
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
 
 
 def leave(message: str) -> NoReturn:

@@ -116,12 +116,9 @@ def shape_of(config: Mapping[str, Any], *, parameters: int | None) -> ModelShape
     )
 
 
-def role_threads(config: RunConfig, cores: int) -> tuple[int, int]:
-    """Intra-op threads of engine and learner: one each if they may run at the same time, all cores if they take
-    turns."""
-    alone = config.queue.max_staleness == 0
-    usual = cores if alone else 1
-    return config.generator.threads or usual, config.learner.threads or usual
+def role_threads(config: RunConfig) -> tuple[int, int]:
+    """Intra-op threads of engine and learner while both work."""
+    return config.generator.threads or 1, config.learner.threads or 1
 
 
 def number_bytes(model: ModelConfig) -> int:
@@ -156,7 +153,7 @@ def memory_by_owner(config: RunConfig, shape: ModelShape) -> dict[str, float]:
     """
     size, weights = number_bytes(config.model), shape.parameters * number_bytes(config.model) / MB
     # Two means in float32; for narrower weights also a copy of them and of their gradients.
-    optimizer = shape.parameters * (8 if size == 4 else 16) / MB
+    optimizer = (8 if size == 4 else 16) / MB
     running = config.generator.max_running
     held = running + max(1, running // 4)  # sequences, and prompts of groups that have not begun
     kv = config.generator.kv_memory_mb or held * kv_sequence_mb(config, shape)
@@ -164,7 +161,7 @@ def memory_by_owner(config: RunConfig, shape: ModelShape) -> dict[str, float]:
     owners = {
         "learner: weights": weights,
         "learner: gradients": weights,
-        "learner: AdamW": optimizer,
+        "learner: AdamW": shape.parameters * optimizer,
         "learner: activations": _activations_mb(config, shape),
         "engine: weights": weights,
         "engine: keys and values": kv,
@@ -172,6 +169,12 @@ def memory_by_owner(config: RunConfig, shape: ModelShape) -> dict[str, float]:
     }
     if (reference := reference_shape(config, shape)) is not None:
         owners["learner: reference"] = reference.parameters * size / MB
+    if (critic := critic_shape(config, shape)) is not None:
+        owners["critic: weights"] = critic.parameters * size / MB
+        owners["critic: AdamW"] = critic.parameters * optimizer
+        # The policy's update is over when the critic's begins.
+        owners["learner: gradients"] = max(weights, owners["critic: weights"])
+        owners["learner: activations"] = max(_activations_mb(config, each) for each in (shape, critic))
     return owners
 
 
@@ -247,6 +250,13 @@ def reference_shape(config: RunConfig, policy: ModelShape) -> ModelShape | None:
     if name in ("none", "initial"):
         return policy if name == "initial" else None
     return model_shape(ModelConfig(path=name), "objective.reference")
+
+
+def critic_shape(config: RunConfig, policy: ModelShape) -> ModelShape | None:
+    """The shape of the value model; None without one, or if it is not here yet."""
+    if config.critic is None or config.critic.path is None:
+        return None if config.critic is None else policy
+    return model_shape(ModelConfig(path=config.critic.path), "critic.path")
 
 
 def available_memory_mb() -> float | None:

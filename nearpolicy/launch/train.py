@@ -52,6 +52,11 @@ def _interrupted(session: Session) -> None:
     """The first Ctrl-C. Before version 0 is published there is nothing that would be worth waiting for."""
     if not session.begun and not session.opening:
         leave("stopping before the first step; nothing is kept (press Ctrl-C again to stop at once)")
+    end_soon(session)
+
+
+def end_soon(session: Session) -> None:
+    """Have the run end after the step it is in, and say so."""
     session.stop()
     when = "after this step" if session.begun else "before the first step; nothing is kept"
     say(f"stopping {when}; press Ctrl-C again to stop at once")

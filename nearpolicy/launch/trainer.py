@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import numpy as np
 from nearpolicy.config import config_from_dict
 from nearpolicy.errors import ConfigError, DataError, UserError
 from nearpolicy.launch.check import load_data, refuse
-from nearpolicy.launch.session import Session, run_session
+from nearpolicy.launch.interrupts import first_of_a_script
+from nearpolicy.launch.session import NOTHING_KEPT, Session, run_session
 from nearpolicy.launch.sizes import memory_warning
-from nearpolicy.launch.train import StepLine
+from nearpolicy.launch.train import StepLine, end_soon
 from nearpolicy.machine import prepare_environment, prepared_too_late
 from nearpolicy.store.folder import create_run_folder
 
@@ -82,18 +84,30 @@ class Trainer:
         self.config = config_from_dict(settings, where="Trainer")
 
     def train(self) -> dict[str, Any]:
-        """Run to the end; returns the summary. The run folder is ``self.folder.path``."""
+        """Run to the end; returns the summary. The run folder is ``self.folder.path``.
+
+        The first Ctrl-C ends the run after the step in progress and saves it: the summary then says ``stopped``, and
+        the program goes on. Before the first step, and at the second one, it is a KeyboardInterrupt.
+        """
         session = Session(
             config=self.config,
             folder=self.folder,
             functions=self._functions,
             on_step=StepLine(self.config.run.steps),
         )
-        return run_session(session)
+        with first_of_a_script(partial(_interrupted, session)):
+            return run_session(session)
 
     @property
     def run_dir(self) -> Path:
         return self.folder.path
+
+
+def _interrupted(session: Session) -> None:
+    """The first Ctrl-C; without a step there is nothing that would be worth waiting for."""
+    if not session.begun and not session.opening:
+        raise KeyboardInterrupt(NOTHING_KEPT)
+    end_soon(session)
 
 
 def _named(functions: Iterable[RewardFunction]) -> dict[str, RewardFunction]:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from nearpolicy.settings import ConfigModel
+from nearpolicy.settings import ConfigModel, PathText
 
 
 class LearnerConfig(ConfigModel):
@@ -36,12 +36,35 @@ class LearnerConfig(ConfigModel):
     """Keep only the inputs of the layers and compute the rest again in the backward pass: less memory, a third more
     work."""
     threads: PositiveInt | None = None
-    """Threads inside one operation of the learner. Left out: all cores while the engine has nothing to do, one
-    beside it."""
+    """Threads inside one operation of the learner. Left out: one while the engine works, all cores while it rests."""
+    streaming: bool = True
+    """Take up each group of a step as soon as it and those before it are there, while the others are still generated:
+    the same micro-batches in the same order, and so the same bits, sooner. It happens where it can: with one update a
+    step and no reference or critic, advantages that depend on their group alone, and `queue.order: admission`."""
 
     @property
     def updates_per_step(self) -> int:
         return self.num_iterations * self.minibatches
+
+
+class CriticConfig(ConfigModel):
+    """Section `critic`: the value model that `objective.advantage: gae` compares with, and `vtrace` if this section is
+    there. It begins as the policy with a scalar head of zeros, and makes one update beside each of the policy's. The
+    rest (schedule, AdamW, micro-batches) is that of `learner`; `objective.loss_agg` aggregates its loss too."""
+
+    path: PathText | None = Field(None, min_length=1)
+    """A model as in `model.path` with the policy's vocabulary, in `model.dtype`. Left out: the policy of version 0."""
+    learning_rate: PositiveFloat | None = None
+    """Peak learning rate; `learner.learning_rate` unless set. Others take 2 to 20 times the policy's."""
+    clip: PositiveFloat | None = 0.5
+    """Distance from the value at the start of the step beyond which a value is not drawn nearer to its target; `null`
+    for the plain squared error. With one update per step it never acts."""
+    gae_lambda: float = Field(1.0, ge=0, le=1)
+    """Of `gae`: lambda of the returns that values are trained towards, apart from the policy's (decoupled GAE). 1 is
+    the discounted return itself, unbiased whatever the values are."""
+    pretraining_steps: NonNegativeInt = 0
+    """First steps that train the critic alone, on samples of the policy as it is (value pretraining); the schedule of
+    the policy's learning rate begins after them."""
 
 
 class WarmStartConfig(ConfigModel):

@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from nearpolicy.learner.step import PolicyLearner, TokenStats
+from nearpolicy.learner.report import TokenStats
+from nearpolicy.learner.step import PolicyLearner
 from nearpolicy.objectives.assign import assign_advantages
 from nearpolicy.objectives.comparison import GroupGradients
 from nearpolicy.objectives.diagnostics import effective_sample_size

@@ -1,4 +1,7 @@
-"""AdamW over float32 master weights, with clipping by global norm."""
+"""AdamW over float32 master weights, with clipping by global norm.
+
+The gradient of an update is a sum over its parts, divided once at the end: what it is divided by adds up beside it.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,13 @@ from typing import Any
 import torch
 
 from nearpolicy.learner.config import LearnerConfig
-from nearpolicy.models.policy import PolicyModel
 
 
 class MasterAdamW:
-    """The optimizer of a policy. Low-precision models keep a float32 copy here: it would round small updates away."""
+    """The optimizer of a model. Low-precision models keep a float32 copy here: it would round small updates away."""
 
-    def __init__(self, policy: PolicyModel, config: LearnerConfig) -> None:
-        self._parameters = [p for p in policy.parameters() if p.requires_grad]
+    def __init__(self, model: torch.nn.Module, config: LearnerConfig) -> None:
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._masters = [p if p.dtype == torch.float32 else _master(p) for p in self._parameters]
         self._adamw = torch.optim.AdamW(
             self._masters,
@@ -25,11 +27,21 @@ class MasterAdamW:
             weight_decay=config.weight_decay,
             fused=True,
         )
+        self.divisor = 0.0
+        """Of the gradient that has been added up; 0 where it is divided already."""
+
+    def normalise(self) -> None:
+        """Divide the gradient that has been added up by its divisor."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if self.divisor and gradients:
+            torch._foreach_mul_(gradients, 1.0 / self.divisor)
+        self.divisor = 0.0
 
     @torch.no_grad()
     def step(self, rate: float, max_norm: float | None) -> float:
-        """Apply the gradients at this learning rate and clear them; returns their norm. One that is not finite is not
-        applied."""
+        """Normalise, clip to ``max_norm``, apply at this learning rate and clear the gradient; returns the norm before
+        clipping. A gradient that is not finite is not applied."""
+        self.normalise()
         for parameter, master in zip(self._parameters, self._masters, strict=True):
             if master is not parameter and parameter.grad is not None:
                 master.grad = parameter.grad.float()
@@ -48,6 +60,8 @@ class MasterAdamW:
         return norm
 
     def zero_grad(self) -> None:
+        """Throw away what has been added up."""
+        self.divisor = 0.0
         for tensor in (*self._parameters, *self._masters):
             tensor.grad = None
 

@@ -130,3 +130,11 @@ def pack(rows: Sequence[Row], trees: Sequence[Tree]) -> Packed:
         row_index=np.concatenate(row_index).astype(np.int64),
         position=np.concatenate(position).astype(np.int64),
     )
+
+
+def targets_by_row(packed: Packed) -> Iterator[tuple[int, slice]]:
+    """(index of the batch's row, where its targets stand); those of one row stand together. A loop over tokens would
+    hold the interpreter's lock against the engine's thread."""
+    starts = np.flatnonzero(np.diff(packed.row_index, prepend=-1)).tolist()
+    for start, end in zip(starts, [*starts[1:], len(packed.row_index)], strict=True):
+        yield int(packed.row_index[start]), slice(start, end)

@@ -58,10 +58,7 @@ class PolicyModel(nn.Module):
 
     def hidden(self, input_ids: Tensor, positions: Tensor, context: PackedContext) -> Tensor:
         """[T] ids and positions -> [T, hidden] last hidden states."""
-        output = self.model.get_decoder()(
-            input_ids=input_ids[None], position_ids=positions[None], use_cache=False, packed=context
-        )
-        return output.last_hidden_state[0]
+        return last_hidden(self.model.get_decoder(), input_ids, positions, context)
 
     def head(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, V] logits, with the scaling and soft-cap of the family."""
@@ -131,6 +128,12 @@ class PolicyModel(nn.Module):
         if not entropy_has_gradient:
             scores = scores._replace(entropies=scores.entropies.detach())
         return scores if reference is not None else scores[:2]
+
+
+def last_hidden(decoder: nn.Module, input_ids: Tensor, positions: Tensor, context: PackedContext) -> Tensor:
+    """[T] ids and positions through a Hugging Face decoder -> [T, hidden] last hidden states."""
+    output = decoder(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, packed=context)
+    return output.last_hidden_state[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,8 +27,16 @@ class Part:
     """It may take tokens out of the sum of the loss and its divisor."""
     smallest_group: int = 1
     """Completions per prompt that it needs."""
+    greedy_baseline: bool = False
+    """It compares them with a greedy completion of the prompt, which the environment has to ask for."""
     one_update: bool = False
     """It is right for a single update per step only."""
+    by_token: bool = False
+    """It gives the tokens of a rollout different advantages."""
+    uses_values: bool = False
+    """It takes the values of a critic where there is one."""
+    needs_one_advantage: bool = False
+    """It is right only if all tokens of a rollout have one advantage."""
 
 
 _CLIP = {"clip_low": 0.2, "clip_high": 0.28}
@@ -44,7 +52,7 @@ LOSSES: Mapping[str, Part] = {
     ),
     "gspo": Part(reads={"clip_low": 3e-4, "clip_high": 4e-4}, fixes=_MEANS, by_sequence=True),
     "gspo_token": Part(reads={"clip_low": 3e-4, "clip_high": 4e-4}, fixes=_MEANS, by_sequence=True),
-    "gmpo": Part(reads={"clip_low": 0.4, "clip_high": 0.4}, fixes=_MEANS, by_sequence=True),
+    "gmpo": Part(reads={"clip_low": 0.4, "clip_high": 0.4}, fixes=_MEANS, by_sequence=True, needs_one_advantage=True),
     "cispo": Part(reads={"clip_low": 1.0, "clip_high": 4.0}, fixes=_NO_WEIGHT),
     "sapo": Part(reads={"sapo_temperature_positive": 1.0, "sapo_temperature_negative": 1.05}),
     "aipo": Part(reads={"aipo_cap": 2.0}, fixes=_NO_WEIGHT),
@@ -65,12 +73,20 @@ ADVANTAGES: Mapping[str, Part] = {
     "reinforce_baseline": Part(fixes={"scale_rewards": "none"}),
     "reinforce_plus_plus": Part(reads={"gamma": 1.0}, fixes={"scale_rewards": "batch"}),
     "reinforce_plus_plus_baseline": Part(fixes={"scale_rewards": "batch"}, smallest_group=2),
+    "remax": Part(fixes={"scale_rewards": "none"}, greedy_baseline=True),
     "opo": Part(fixes={"scale_rewards": "none"}, smallest_group=2),
     "grpo_passk": Part(reads={"pass_k": 4}, fixes={"scale_rewards": "none"}, smallest_group=2),
+    "gae": Part(
+        reads={"gamma": 1.0, "gae_lambda": 1.0, "gae_alpha": None, "scale_rewards": "batch"},
+        by_token=True,
+        uses_values=True,
+    ),
     "vtrace": Part(
         reads={"gamma": 1.0, "vtrace_rho": 1.0, "vtrace_c": 1.0},
         fixes={"scale_rewards": "none", **_NO_WEIGHT},
         smallest_group=2,
+        by_token=True,
+        uses_values=True,
     ),
     "teacher": Part(fixes={"scale_rewards": "none"}),
 }

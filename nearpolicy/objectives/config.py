@@ -50,17 +50,29 @@ class ObjectiveConfig(ConfigModel):
         "reinforce_baseline",
         "reinforce_plus_plus",
         "reinforce_plus_plus_baseline",
+        "remax",
         "opo",
         "grpo_passk",
+        "gae",
         "vtrace",
         "teacher",
     ] = _by_parts("advantage", "grpo")
-    """How rewards become advantages. `grpo` unless the loss decides it."""
+    """How rewards become advantages. `grpo` unless the loss decides it. `remax` has one greedy completion of each
+    prompt generated and judged beside its samples; it is recorded and never trained."""
     scale_rewards: Literal["group", "batch", "none"] = _by_parts("scale_rewards", "none")
     """Divide advantages by the spread of rewards within the group, within the batch, or not at all. `grpo` may choose
-    and takes `group`; every other advantage decides it."""
+    and takes `group`; `gae` takes `batch`, which whitens the advantages of all tokens of the step (mean 0, spread 1),
+    or `none`; every other advantage decides it."""
     gamma: float | None = Field(default_factory=lambda data: default_of("gamma", data), gt=0, le=1)
-    """Discount per token of `reinforce_plus_plus` and `vtrace`; 1.0 unless set."""
+    """Discount per token of `reinforce_plus_plus`, `gae` and `vtrace`; 1.0 unless set."""
+    gae_alpha: PositiveFloat | None = _by_parts("gae_alpha")
+    """Of `gae`: lambda by length, 1 - 1 / (alpha x tokens of the completion), at least 0, in place of `gae_lambda`
+    (VAPO takes 0.05); none unless set."""
+    gae_lambda: float | None = Field(
+        default_factory=lambda data: None if data.get("gae_alpha") else default_of("gae_lambda", data), ge=0, le=1
+    )
+    """Of `gae`: lambda of the policy's advantages. 1 compares the return with the value, 0 each value with the next;
+    1.0 unless set. That of the critic's targets is `critic.gae_lambda`."""
     pass_k: PositiveInt | None = _by_parts("pass_k")
     """k of `grpo_passk`, less than `sampling.num_generations`; 4 unless set."""
     vtrace_rho: PositiveFloat | None = _by_parts("vtrace_rho")
@@ -170,8 +182,10 @@ class ObjectiveConfig(ConfigModel):
         problems = [
             *self._fixed_axes(),
             *self._settings_without_use(),
+            *self._token_advantage_problems(),
             *self._regulariser_problems(),
             *self._reward_problems(),
+            *self._baseline_problems(),
             *self._band_problems(),
         ]
         if problems:
@@ -179,9 +193,19 @@ class ObjectiveConfig(ConfigModel):
         return self
 
     @property
+    def by_group(self) -> bool:
+        """Whether the advantages of a group depend on nothing but the group."""
+        return self.scale_rewards != "batch" and self.advantage != "reinforce_baseline"
+
+    @property
     def parts(self) -> dict[str, Part]:
         """Axis -> the chosen part."""
         return dict(chosen({axis: getattr(self, axis) for axis in AXES}))
+
+    @property
+    def greedy_baseline(self) -> bool:
+        """Whether every group needs a greedy completion of its prompt."""
+        return self.parts["advantage"].greedy_baseline
 
     def _fixed_axes(self) -> Iterator[str]:
         decided: dict[str, dict[str, Any]] = {}
@@ -220,8 +244,29 @@ class ObjectiveConfig(ConfigModel):
                     f"objective.advantage={self.advantage}, objective.correction={self.correction}; leave it out "
                     f"(it is read by {', '.join(who)})"
                 )
-            if reading and value is None and reading[0].reads[key] is not None and key != "correction_floor":
+            may_be_empty = key in ("correction_floor", "gae_lambda")
+            if reading and value is None and reading[0].reads[key] is not None and not may_be_empty:
                 yield f"objective.{key} is empty, but the objective needs it; leave it out for its default"
+
+    def _token_advantage_problems(self) -> Iterator[str]:
+        if self.parts["advantage"].by_token and self.parts["loss"].needs_one_advantage:
+            yield (
+                f"objective.loss={self.loss} needs one advantage for all tokens of a completion, and "
+                f"objective.advantage={self.advantage} gives each token its own; use another loss"
+            )
+        if self.advantage == "gae":
+            if self.scale_rewards == "group":
+                yield (
+                    "objective.scale_rewards=group divides by the spread of a group, which objective.advantage=gae "
+                    "does not look at; use batch or none"
+                )
+            if self.gae_alpha is not None and self.gae_lambda is not None:
+                yield (
+                    f"objective.gae_lambda={self.gae_lambda} and objective.gae_alpha={self.gae_alpha} both decide "
+                    "lambda; leave one of them out"
+                )
+            if self.gae_alpha is None and self.gae_lambda is None:
+                yield "objective.gae_lambda is empty, but the objective needs it; leave it out for its default"
 
     def _regulariser_problems(self) -> Iterator[str]:
         needs_reference = "objective.kl_coef" if self.kl_coef else "objective.loss=opd" if self.loss == "opd" else None
@@ -286,12 +331,18 @@ class ObjectiveConfig(ConfigModel):
         if None not in (self.cov_low, self.cov_high) and self.cov_low > self.cov_high:
             yield f"objective.cov_low={self.cov_low} lies above objective.cov_high={self.cov_high}; lower it"
 
+    def _baseline_problems(self) -> Iterator[str]:
+        """What compares the samples of a group with one another has no say over a completion that is none of them."""
+        for key in ("length_reward", "diversity_bonus") if self.greedy_baseline else ():
+            if getattr(self, key):
+                yield (
+                    f"objective.{key}={getattr(self, key)} depends on the other completions of a group, and the greedy "
+                    f"one of objective.advantage={self.advantage} is none of them, so their rewards could not be "
+                    "compared; leave it out, or use length_cost or overlong_buffer, which act on each alone"
+                )
+
 
 NOT_HERE = {
-    ("advantage", "gae"): (
-        "needs a critic, and no recipe can name one yet; use vtrace, whose values are the mean of the group's others"
-    ),
-    ("advantage", "remax"): "needs a greedy completion of each prompt, which no environment draws yet; use rloo",
     ("reference", "adapter_off"): "needs adapters, and no recipe can train them yet; use initial",
 }
 """Settings that other trainers have, and why they are refused here."""

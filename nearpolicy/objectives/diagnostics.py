@@ -50,6 +50,13 @@ def advantage_covariance(logprobs: np.ndarray, advantages: np.ndarray) -> float:
     return float(np.mean((x - x.mean()) * (a - a.mean()))) if len(x) else 0.0
 
 
+def explained_variance(values: np.ndarray, targets: np.ndarray) -> float | None:
+    """1 - Var(targets - values) / Var(targets) over tokens: 1 for a perfect critic, 0 for one that says the same of
+    all, below 0 for one that is worse than that. None where the targets do not differ."""
+    spread = float(np.var(targets)) if len(targets) else 0.0
+    return 1.0 - float(np.var(targets - values)) / spread if spread > 0.0 else None
+
+
 def log_ratios(proximal_logprobs: np.ndarray, behavior_logprobs: np.ndarray) -> np.ndarray:
     return proximal_logprobs.astype(np.float64) - behavior_logprobs.astype(np.float64)
 

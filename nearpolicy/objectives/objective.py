@@ -124,6 +124,11 @@ class Objective:
         return self.config.reference != "none"
 
     @property
+    def needs_critic(self) -> bool:
+        """Whether advantages cannot be had without a critic's values."""
+        return self.config.advantage == "gae"
+
+    @property
     def same_support(self) -> bool:
         """Whether log-probabilities are over the tokens that could be sampled."""
         return bool(self.config.same_support)

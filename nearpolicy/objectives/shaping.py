@@ -96,15 +96,17 @@ def diversity_bonus(
     return weight * np.where(pairs, 1.0 - similarity, 0.0).sum(axis=1) / num_others
 
 
-def zero_variance_reason(rewards_G: Sequence[float | None]) -> str | None:
+def zero_variance_reason(rewards_G: Sequence[float | None], baseline: float | None = None) -> str | None:
     """Why a group carries no signal: `too_few_scored` (under two), `zero_variance` (all scored ones equal), or None.
 
-    The filter of DAPO's dynamic sampling (arXiv 2503.14476, section 3.2), for rewards of any kind.
+    The filter of DAPO's dynamic sampling (arXiv 2503.14476, section 3.2), for rewards of any kind. Where they are
+    compared with a ``baseline`` and not with one another, one that differs from it is a signal.
     """
     scored = _scored(rewards_G)
-    if len(scored) < 2:
+    if len(scored) < (2 if baseline is None else 1):
         return "too_few_scored"
-    return "zero_variance" if min(scored) == max(scored) else None
+    compared = scored if baseline is None else [*scored, *_scored([baseline])]
+    return "zero_variance" if min(compared) == max(compared) else None
 
 
 def pass_rate_reason(

@@ -44,8 +44,8 @@ class QueueConfig(ConfigModel):
     recorded can be trained on again. `ready`: finished groups go first as far as the bound allows; faster with
     stragglers."""
     drop_zero_variance_groups: bool = False
-    """Leave groups whose scored completions all have one reward out of the batch. Their place stays empty; the divisor
-    counts what is left."""
+    """Leave groups whose scored completions all have one reward (with `remax`: that of the greedy one) out of the
+    batch. Their place stays empty; the divisor counts what is left."""
     max_pass_rate: float | None = Field(None, gt=0, le=1)
     """Leave groups out, in the same way, whose share of right completions (reward 1 or more) is this or higher."""
     dynamic_sampling: bool = False

@@ -21,7 +21,9 @@ from typing import Any
 
 from nearpolicy.errors import RunFolderError, described
 from nearpolicy.records import (
+    BASELINE,
     Admission,
+    Baseline,
     Batch,
     Event,
     Fate,
@@ -77,6 +79,11 @@ class StoredRollout:
     """Tokens by what became of them; all `Fate.IN_FLIGHT` until the group has ended."""
     rows: Mapping[int, Row]
     """By segment: what the learner trained on."""
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether it is the greedy completion that the samples of its group are compared with."""
+        return self.rollout.sample == BASELINE
 
 
 class RunReader:
@@ -182,14 +189,21 @@ class RunReader:
             raise KeyError(f"{self.folder.path} has no filled group {index}")
         attempt, version, failure = row
         query = "SELECT * FROM rollouts WHERE admission = ? AND attempt = ? ORDER BY sample"
-        stored = self._db.execute(query, (index, attempt)).fetchall()
+        everything = self._db.execute(query, (index, attempt)).fetchall()
+        stored = [row for row in everything if row["sample"] != BASELINE]
         verdicts = self._verdicts(index, attempt)
+        baselines = [
+            Baseline(rollout=_rollout(row), verdicts=verdicts[BASELINE], reward=row["reward"])
+            for row in everything
+            if row["sample"] == BASELINE
+        ]
         return Group(
             admission=replace(self.admission(index), version=version, attempt=attempt),
             rollouts=tuple(_rollout(row) for row in stored),
             verdicts=tuple(verdicts[row["sample"]] for row in stored),
             rewards=tuple(row["reward"] for row in stored),
             failure=None if failure is None else decode_text(failure),
+            baseline=baselines[0] if baselines else None,
         )
 
     def groups(self) -> Iterator[Group]:
@@ -200,7 +214,8 @@ class RunReader:
     def rollouts(
         self, *, step: int | None = None, group: int | None = None, sample: int | None = None, limit: int | None = None
     ) -> Iterator[StoredRollout]:
-        """Rollouts by group and sample: those a step used up, of a group, of a place in it, or all."""
+        """Rollouts by group and sample: those a step used up, of a group, of a place in it (`BASELINE` for the greedy
+        completion), or all."""
         keys = self._db.execute(
             "SELECT admission, attempt, sample FROM rollouts NATURAL LEFT JOIN consumption "
             "WHERE (?1 IS NULL OR step = ?1) AND (?2 IS NULL OR admission = ?2) AND (?3 IS NULL OR sample = ?3) "

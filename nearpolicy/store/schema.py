@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 from nearpolicy.records import Prompt
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""2: a group may have a greedy completion, a rollout with the sample -1. The tables are those of 1."""
 APPLICATION_ID = 0x4E524C50
 """Marks the file as ours ("NRLP") for `file` and for the reader."""
 
@@ -55,7 +56,7 @@ CREATE TABLE groups (
 CREATE TABLE rollouts (
     admission INTEGER NOT NULL,
     attempt   INTEGER NOT NULL,
-    sample    INTEGER NOT NULL,
+    sample    INTEGER NOT NULL,          -- place in the group; -1: its greedy completion
     lineage   INTEGER NOT NULL,
     numerics  TEXT NOT NULL,
     sampled   INTEGER NOT NULL,          -- tokens the policy chose: what the fates add up to

@@ -105,7 +105,9 @@ class SqliteStore:
 
         check_store(folder).close()
         lock = _take_lock(folder)
-        return cls(folder, _connect(folder.store, sync), lock, max_pending=max_pending, stall_s=stall_s)
+        connection = _connect(folder.store, sync)
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")  # what is written from now on may need it
+        return cls(folder, connection, lock, max_pending=max_pending, stall_s=stall_s)
 
     # What a run says. Every method returns at once unless the queue is full.
 
@@ -276,17 +278,21 @@ class SqliteStore:
         verdicts = group.verdicts or ({},) * len(group.rollouts)
         rewards = group.rewards or (None,) * len(group.rollouts)
         for rollout, of_rollout, reward in zip(group.rollouts, verdicts, rewards, strict=True):
-            self._put_rollout(key, rollout, reward)
-            for position, (source, verdict) in enumerate(of_rollout.items()):
-                self._put_verdict((*key, rollout.sample, position), source, verdict)
+            self._put_rollout(key, rollout, of_rollout, reward)
+        if group.baseline is not None:
+            self._put_rollout(key, group.baseline.rollout, group.baseline.verdicts, group.baseline.reward)
 
-    def _put_rollout(self, key: tuple[int, int], rollout: Rollout, reward: float | None) -> None:
+    def _put_rollout(
+        self, key: tuple[int, int], rollout: Rollout, verdicts: Mapping[str, Verdict], reward: float | None
+    ) -> None:
         self._run(
             "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             *(*key, rollout.sample, rollout.lineage, rollout.numerics, rollout.num_sampled),
             None if reward is None else float(reward),
             *(encode_text(rollout.text), encode_segments(rollout.segments)),
         )
+        for position, (source, verdict) in enumerate(verdicts.items()):
+            self._put_verdict((*key, rollout.sample, position), source, verdict)
 
     def _put_verdict(self, key: tuple[int, int, int, int], source: str, verdict: Verdict) -> None:
         self._run(
@@ -334,7 +340,7 @@ class SqliteStore:
     def _put_discard(self, group: Group, fate: Fate, reason: str) -> None:
         self._put_group(group)
         self._end(group.index, group.admission.attempt, fate.value, reason)
-        fates = {rollout.sample: {fate: rollout.num_sampled} for rollout in group.rollouts}
+        fates = {rollout.sample: {fate: rollout.num_sampled} for rollout in group.everything}
         self._put_fates(group.index, group.admission.attempt, fates)
 
     def _end(self, index: int, attempt: int, ending: str, reason: str) -> None:

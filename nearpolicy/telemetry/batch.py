@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from nearpolicy.records import Batch, Fate, Outcome, StepReport
+from nearpolicy.records import BASELINE, Batch, Fate, Outcome, StepReport
 
 
 def token_fates(batch: Batch, report: StepReport) -> dict[tuple[int, int], dict[Fate, int]]:
@@ -26,18 +26,23 @@ def token_fates(batch: Batch, report: StepReport) -> dict[tuple[int, int], dict[
     there = {group for group, _ in fates}
     for group in batch.groups:
         if group.index not in there:  # it was left out of the batch, and its place stayed empty
-            fates |= {(group.index, r.sample): {Fate.FILTERED: r.num_sampled} for r in group.rollouts}
+            fates |= {(group.index, r.sample): {Fate.FILTERED: r.num_sampled} for r in group.everything}
+        elif group.baseline is not None:
+            fates[group.index, BASELINE] = {Fate.BASELINE: group.baseline.rollout.num_sampled}
     return fates
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
-    """Rewards, lengths and staleness of a batch, known before the learner sees it."""
+    """Rewards, lengths and staleness of a batch, known before the learner sees it; those of its samples, but for the
+    mean of baselines."""
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
     rewards = [reward for group in batch.groups for reward in group.rewards if reward is not None]
     lengths = [rollout.num_sampled for rollout in rollouts]
     staleness = [batch.step - group.oldest_version for group in batch.groups]
+    baselines = [group.baseline.reward for group in batch.groups if group.baseline is not None]
     metrics = {
         "reward/mean": _mean(rewards),
+        "reward/baseline_mean": _mean([reward for reward in baselines if reward is not None]),
         "reward/zero_variance_share": _mean([not group.has_signal for group in batch.groups]),
         "reward/unscored": float(sum(reward is None for group in batch.groups for reward in group.rewards)),
         "completion/length_mean": _mean(lengths),
@@ -64,7 +69,7 @@ def group_losses(batch: Batch, failed: int, filtered: int) -> dict[str, float]:
 
 def step_times(batch: Batch, wait_s: float, step_s: float) -> dict[str, float]:
     """Where the wall time of a step went, seen from in front of the loop, and consumed tokens per second of it."""
-    tokens = sum(group.num_sampled for group in batch.groups)
+    tokens = sum(rollout.num_sampled for group in batch.groups for rollout in group.rollouts)
     return {"time/wait_s": wait_s, "time/step_s": step_s, "throughput/tokens_per_s": tokens / step_s if step_s else 0.0}
 
 

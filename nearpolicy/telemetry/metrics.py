@@ -22,7 +22,10 @@ METRICS: Mapping[str, str] = {
     "reward/mean": "mean reward of the scored rollouts in the batch",
     "reward/<source>/mean": "mean value of one reward source over the rollouts it scored, before its weight",
     "reward/<source>/<part>": "mean of one named part of a reward source",
-    "reward/zero_variance_share": "share of groups whose scored rollouts all have one reward: they carry no signal",
+    "reward/baseline_mean": "mean reward of the greedy completions that samples are compared with; they count in no "
+    "other metric of rewards, lengths and tokens",
+    "reward/zero_variance_share": "share of groups whose scored rollouts all have one reward (with `remax`: that of "
+    "the greedy completion): they carry no signal",
     "reward/unscored": "rollouts of the batch that have no reward",
     "task/<task>/reward": "mean reward of the rollouts of one task",
     "batch/groups": "groups the step consumed",
@@ -45,7 +48,16 @@ METRICS: Mapping[str, str] = {
     "policy/off_policy_share": "share of computed tokens in sequences left out by off-policy masking",
     "policy/outside_trust_share": "share of computed tokens outside the trust region of DPPO",
     "policy/entropy_coef": "weight of the entropy bonus in the step, where `objective.entropy_target` moves it",
-    "learner/learning_rate": "learning rate of the step",
+    "critic/loss": "value loss, aggregated as the policy's, the mean over the step's updates",
+    "critic/grad_norm": "gradient norm of the critic before clipping, the mean over the step's updates",
+    "critic/explained_variance": "share of the targets' variance that the values at the start of the step explain: 1 "
+    "for a perfect critic, 0 for one that says the same of all tokens; left out where all targets are equal",
+    "critic/value_mean": "mean value at the start of the step",
+    "critic/target_mean": "mean of what the values are trained towards",
+    "critic/clip_share": "share of tokens, over all updates, whose value has moved so far that `critic.clip` stops it",
+    "critic/learning_rate": "learning rate of the critic in the step",
+    "critic/skipped_updates": "updates of the critic whose gradient was not finite and was not applied",
+    "learner/learning_rate": "learning rate of the policy in the step; 0 while a critic is trained alone",
     "learner/forward_tokens": "computed tokens, over all updates of the step",
     "learner/updates": "optimizer steps since the start of the run",
     "correction/raw_mean": "mean ratio of proximal to behaviour policy over computed tokens, before the correction",
@@ -84,6 +96,10 @@ A *computed* token is a trained one that went through the learner in the step: t
 are trained too, but add nothing and are skipped."""
 
 FAMILIES: Mapping[str, str] = {
+    "critic": (
+        "Only where there is a critic (`objective.advantage: gae`, or `vtrace` with a section `critic`). Over all "
+        "trained tokens of the step, those that the policy skips too."
+    ),
     "mismatch": (
         "Behaviour policy: the weights that sampled a token, as the engine computed it. Proximal policy: the learner's "
         "weights at the start of the step. They differ by staleness (the versions in between) and by whatever engine "

@@ -59,7 +59,12 @@ class _Curves:
 _CHARTS = (
     _Curves(
         "Reward",
-        {r"reward/mean": "reward", r"reward/([^/]+)/mean": r"\1", r"task/([^/]+)/reward": r"task \1"},
+        {
+            r"reward/mean": "reward",
+            r"reward/baseline_mean": "greedy baseline",
+            r"reward/([^/]+)/mean": r"\1",
+            r"task/([^/]+)/reward": r"task \1",
+        },
         once=True,
     ),
     _Curves("Completion length", {r"completion/length_mean": "mean", r"completion/length_max": "longest"}, "tokens"),
@@ -82,6 +87,12 @@ _CHARTS = (
     _Curves("Gradient norm", {r"policy/grad_norm": "norm"}, "before clipping"),
     _Curves("Learning rate", {r"learner/learning_rate": "learning rate"}),
     _Curves("Loss", {r"policy/loss": "loss"}),
+    _Curves(
+        "Values of the critic", {r"critic/value_mean": "value", r"critic/target_mean": "target"}, "means over tokens"
+    ),
+    _Curves(
+        "Explained variance", {r"critic/explained_variance": "critic"}, "of the targets, by values at the step's start"
+    ),
     _Curves(
         "Shares",
         {
@@ -473,6 +484,7 @@ def _first_last_rollouts(run: RunReader, count: int = 4) -> str:
 def _rollout(item: StoredRollout) -> str:
     question = prompt_text(item.admission.prompt)
     reward = "no reward" if item.reward is None else f"reward {item.reward:g}"
+    reward += ", greedy baseline" if item.is_baseline else ""
     return f"<span class='tag mute'>{reward}</span><pre>{shown(question)}</pre><pre>{shown(item.rollout.text)}</pre>"
 
 

@@ -18,7 +18,8 @@ ADMISSION = Admission(index=17, prompt=Prompt(id="q", task="sums", text="2 + 2 =
 
 
 class Generator:
-    """Gives sample i the tokens [10 + i, 99], in the order it is told; what is in ``failing`` fails."""
+    """Gives sample i the tokens [10 + i, 99], in the order it is told; what is in ``failing`` fails. The greedy
+    completion is sample -1."""
 
     def __init__(self, order=(0, 1, 2, 3), *, failing=(), empty=(), never=()) -> None:
         self.order, self.failing, self.empty, self.never = order, failing, empty, never
@@ -29,7 +30,8 @@ class Generator:
     async def submit(self, request: Request) -> AsyncIterator[Completion]:
         self.requests.append(request)
         try:
-            for sample in self.order:
+            greedy = request.sampling.temperature == 0
+            for sample in (-1,) if greedy else self.order:
                 if sample in self.never:
                     await self.aborted.wait()
                 await asyncio.sleep(0)
@@ -38,7 +40,7 @@ class Generator:
                 aborted = sample in self.never
                 yield Completion(
                     request=request.id,
-                    sample=sample,
+                    sample=0 if greedy else sample,
                     token_ids=np.array(tokens, dtype=np.int32),
                     logprobs=-np.ones(len(tokens), dtype=np.float32),
                     versions=np.full(len(tokens), 3, dtype=np.int32),
@@ -50,7 +52,8 @@ class Generator:
             raise
 
     async def abort(self, request_ids) -> None:
-        assert list(request_ids) == [self.requests[-1].id]
+        attempt = self.requests[-1].id.removesuffix(".baseline")
+        assert list(request_ids) == [r.id for r in self.requests if r.id.removesuffix(".baseline") == attempt]
         self.aborted.set()
 
     def capabilities(self) -> Capabilities:
@@ -86,7 +89,9 @@ def reward_of(verdicts: Mapping[str, Verdict], task: str) -> float | None:
     return verdicts["number"].value
 
 
-def single_turn(generator: Generator, verifier: Verifier, n: int = 4, timeout_s: float | None = None) -> SingleTurn:
+def single_turn(
+    generator: Generator, verifier: Verifier, n: int = 4, timeout_s: float | None = None, **options
+) -> SingleTurn:
     return SingleTurn(
         generator,
         verifier,
@@ -96,7 +101,12 @@ def single_turn(generator: Generator, verifier: Verifier, n: int = 4, timeout_s:
         sampling=Sampling(stop_token_ids=(99,)),
         n=n,
         timeout_s=timeout_s,
+        **options,
     )
+
+
+def remax(generator: Generator, verifier: Verifier, **options) -> SingleTurn:
+    return single_turn(generator, verifier, smallest_group=1, with_baseline=True, **options)
 
 
 def run(environment, admission: Admission = ADMISSION) -> Group:
@@ -336,3 +346,116 @@ def test_a_generator_that_returns_text_only_is_refused_for_training():
 
     with pytest.raises(ConfigError, match="returns text only"):
         single_turn(TextOnly(), Verifier())
+
+
+def test_a_greedy_completion_is_asked_for_beside_the_samples_judged_like_them_and_kept_apart():
+    generator, verifier = Generator(), Verifier(order=(-1, 0, 1, 2, 3))
+    environment = SingleTurn(
+        generator,
+        verifier,
+        render=lambda prompt: np.array([1, 2, 3], dtype=np.int32),
+        decode=lambda ids: "",
+        reward_of=reward_of,
+        sampling=Sampling(
+            temperature=1.3,
+            top_p=0.9,
+            top_k=5,
+            min_p=0.1,
+            max_tokens=7,
+            stop_token_ids=(99,),
+            stop=("x",),
+            record_support=True,
+        ),
+        n=4,
+        smallest_group=1,
+        with_baseline=True,
+    )
+    group = run(environment)
+    samples, greedy = generator.requests
+    assert (samples.id, samples.n, samples.sampling.temperature, samples.sampling.top_k) == ("17.0", 4, 1.3, 5)
+    assert (greedy.id, greedy.n, greedy.admission, greedy.purpose) == ("17.0.baseline", 1, 17, "baseline")
+    assert greedy.version == samples.version
+    assert greedy.sampling == Sampling(temperature=0.0, max_tokens=7, stop_token_ids=(99,), stop=("x",))
+    assert greedy.token_ids.tolist() == [1, 2, 3]
+    assert group.failure is None
+    assert [rollout.sample for rollout in group.rollouts] == [0, 1, 2, 3]
+    assert group.rewards == (0.0, 0.1, 0.2, 0.3)
+    assert group.baseline.rollout.sample == -1
+    assert group.baseline.rollout.segments[0].token_ids.tolist() == [9, 99]
+    assert (group.baseline.reward, group.baseline.verdicts["number"].value) == (-0.1, -0.1)
+    assert (group.num_sampled, len(group.everything)) == (10, 5)
+
+
+def test_an_objective_without_a_baseline_asks_for_no_greedy_completion():
+    generator = Generator()
+    assert run(single_turn(generator, Verifier())).baseline is None
+    assert len(generator.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("generator", "verifier", "reason"),
+    [
+        (Generator(failing={-1}), Verifier(), " (no page of memory)"),
+        (Generator(empty={-1}), Verifier(), ""),
+        (Generator(), Verifier(failing={-1}), " (number: worker died)"),
+    ],
+)
+def test_without_the_greedy_reward_there_is_no_baseline_the_group_is_retried_and_then_dropped(
+    generator, verifier, reason
+):
+    told: list[Group] = []
+    verifier.order = ()
+    group = run(Bounded(remax(generator, verifier), timeout_s=10, retries=1, on_retry=told.append))
+    assert group.failure == f"the greedy completion was not scored, so there is no baseline{reason}"
+    assert [request.id for request in generator.requests] == ["17.0", "17.0.baseline", "17.1", "17.1.baseline"]
+    for each in (group, *told):
+        assert each.baseline.reward is None  # never replaced by a number
+        assert each.rewards == (0.0, 0.1, 0.2, 0.3)
+        assert each.num_sampled == 8 + each.baseline.rollout.num_sampled  # for the ledger
+
+
+def test_one_scored_sample_is_enough_to_compare_with_a_baseline_and_none_is_too_few():
+    group = run(remax(Generator(failing={0, 1, 3}), Verifier(order=())))
+    assert (group.failure, group.rewards, group.baseline.reward) == (None, (None, None, 0.2, None), -0.1)
+    group = run(remax(Generator(failing={0, 1, 2, 3}), Verifier(order=())))
+    assert group.failure == "none of 4 rollouts were scored (no page of memory)"
+    group = run(remax(Generator(order=(0,)), Verifier(order=()), n=1))
+    assert (group.failure, group.rewards) == (None, (0.0,))
+
+
+def test_both_requests_out_of_time_are_aborted_and_what_was_missing_is_named():
+    generator = Generator(never=(2, -1))
+    group = run(remax(generator, Verifier(order=(0, 1, 3)), timeout_s=0.05))
+    assert group.failure == (
+        "no group within 0.05 s (queue.rollout_timeout_s): "
+        "samples [2, 3] of 4 were not generated and the greedy completion was not generated"
+    )
+    assert group.baseline.rollout.finish is Finish.ABORTED
+    assert (group.baseline.reward, group.baseline.rollout.num_sampled, group.num_sampled) == (None, 2, 10)
+    group = run(remax(Generator(), Verifier(order=(), silent=(-1,)), timeout_s=0.05))
+    assert group.failure == "no group within 0.05 s (queue.rollout_timeout_s): the greedy completion was not judged"
+
+
+def test_a_greedy_completion_that_runs_when_the_run_ends_comes_back_with_its_tokens():
+    async def scenario() -> Group:
+        environment = Bounded(remax(Generator(never=(-1,)), Verifier(), timeout_s=20), timeout_s=20, retries=3)
+        running = asyncio.create_task(environment.run(ADMISSION))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        await environment.stop()
+        return await running
+
+    group = asyncio.run(scenario())
+    assert group.failure == "the run ended: the greedy completion was not generated"
+    assert (group.num_sampled, group.baseline.rollout.finish) == (10, Finish.ABORTED)
+
+
+def test_a_greedy_request_that_is_not_answered_once_is_an_error_not_a_group():
+    class Silent(Generator):
+        async def submit(self, request: Request) -> AsyncIterator[Completion]:
+            if request.purpose != "baseline":
+                async for completion in super().submit(request):
+                    yield completion
+
+    with pytest.raises(EngineError, match=r"request '17.0.baseline' of 1 samples with \[\]"):
+        run(Bounded(remax(Silent(), Verifier()), timeout_s=10, retries=3))

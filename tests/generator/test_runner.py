@@ -139,7 +139,7 @@ def test_leaving_the_iterator_early_aborts_what_is_left():
         await asyncio.wait([waiting])
         await runner.pause()  # a command behind the abort
         assert engine.scheduler.is_idle
-        assert engine.scheduler.pool.num_free == 200
+        assert engine.scheduler.budget.free == 200
 
     playing(scene)
 
@@ -298,6 +298,8 @@ def test_events_say_when_the_batch_drains_and_whose_sequence_ended():
     async def scene(runner, engine):
         await all_of(runner, make_request(9, id="3.0", n=2, admission=3, max_tokens=4))
         await all_of(runner, make_request(9, id="evaluation.0.t.0", admission=5, max_tokens=1, purpose="evaluation"))
+        greedy = {"temperature": 0, "max_tokens": 1, "purpose": "baseline"}
+        await all_of(runner, make_request(9, id="3.0.baseline", admission=3, **greedy))
 
     playing(
         scene,
@@ -307,7 +309,7 @@ def test_events_say_when_the_batch_drains_and_whose_sequence_ended():
     steps = [numbers["running"] for kind, numbers in told if kind == "decode_step"]
     assert steps == [2, 2, 0]
     ends = [(numbers["admission"], numbers["sample"]) for kind, numbers in told if kind == "finish"]
-    assert sorted(ends, key=str) == [(3, 0), (3, 1), (None, 0)]
+    assert sorted(ends, key=str) == [(3, -1), (3, 0), (3, 1), (None, 0)]  # -1: greedy, no sample of its group
 
 
 def test_another_number_of_threads_in_the_middle_changes_no_bit():
@@ -317,20 +319,14 @@ def test_another_number_of_threads_in_the_middle_changes_no_bit():
     seen = []
 
     async def scene(runner, engine):
-        gate = Gate(engine)
-        step = gate._step
-        gate._step = lambda: seen.append(torch.get_num_threads()) or step()
-        task = asyncio.create_task(all_of(runner, request))
-        await gate.passes(5)
-        change = asyncio.create_task(runner.set_threads(2))
-        await asyncio.sleep(0)
-        gate.allow(1000)
-        await change
-        assert_same_bits({(c.request, c.sample): c for c in await task}, expected)
-        assert seen == [1] * 6 + [2] * 14
-        assert engine.threads == 2  # decides the padding
+        busy = [True] * 6 + [False] * 8 + [True] * 6
+        runner.others_work = lambda: busy[len(seen)]
+        step = engine.step
+        engine.step = lambda: seen.append((torch.get_num_threads(), engine.threads)) or step()
+        assert_same_bits({(c.request, c.sample): c for c in await all_of(runner, request)}, expected)
+        assert seen == [(1, 1)] * 6 + [(2, 2)] * 8 + [(1, 1)] * 6  # the engine's own number decides the padding
 
-    playing(scene, engine_options={"numerics": numerics})
+    playing(scene, threads_alone=2, engine_options={"numerics": numerics})
 
 
 # Callers that leave, threads that end

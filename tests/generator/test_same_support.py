@@ -11,7 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from nearpolicy.errors import NearpolicyError
 from nearpolicy.learner.config import LearnerConfig
-from nearpolicy.learner.step import NOTHING_KNOWN, PolicyLearner, TokenStats
+from nearpolicy.learner.report import TokenStats
+from nearpolicy.learner.step import PolicyLearner
+from nearpolicy.learner.tokens import NOTHING_KNOWN
 from nearpolicy.objectives.config import ObjectiveConfig
 from nearpolicy.objectives.objective import Objective
 from nearpolicy.records import Finish, Row, Segment

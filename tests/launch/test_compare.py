@@ -154,6 +154,7 @@ def test_a_reference_and_a_file_may_be_compared_too_and_a_page_is_written(capsys
         ("loss=gspo", {"at": 2, "train": 3}, "--train 3: the run holds 2 steps from step 2 on"),
         ("loss=gspo", {"at": 3, "weights": 0}, "these weights are older than the data"),
         ("advantage=grpo_passk,pass_k=20", {}, "objective.pass_k=20 takes the whole group"),
+        ("advantage=gae", {}, "advantage=gae: objective.advantage=gae needs a critic, and no recording holds"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_by_name(recording, objective, options, named):

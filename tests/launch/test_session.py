@@ -206,6 +206,12 @@ def test_memory_that_was_held_is_what_check_estimates_under_the_same_names(confi
     assert set(estimated) - set(held) == {"learner: activations", "engine: activations"}
     for owner in ("learner: weights", "learner: AdamW", "engine: weights"):
         assert held[owner] == pytest.approx(estimated[owner], abs=0.1)
+    with_critic = config("objective.advantage=gae", "run.dir=with_critic")
+    more = run_session(Session(config=with_critic))["memory_mb"]
+    assert set(more) - set(held) == {"critic: weights", "critic: AdamW"}
+    estimated = memory_by_owner(with_critic, model_shape(with_critic.model))
+    for owner in ("critic: weights", "critic: AdamW", "learner: gradients"):
+        assert more[owner] == pytest.approx(estimated[owner], abs=0.1)
 
 
 def test_threads_that_exact_numerics_cannot_use_are_lowered_aloud():
@@ -233,3 +239,12 @@ def test_a_stop_while_the_folder_is_taken_gives_it_back(config, tmp_path, monkey
     with pytest.raises(KeyboardInterrupt, match="nothing is kept"):
         run_session(session)
     assert not (tmp_path / "mine").exists()
+
+
+def test_a_profiled_run_writes_a_trace_with_every_role_on_it(config, tmp_path):
+    run_session(Session(config=config("run.dir=mine", "run.steps=2", "telemetry.profile=1")))
+    events = json.loads((tmp_path / "mine" / "trace.json").read_text())["traceEvents"]
+    assert {"generator", "learner", "sync", "queue", "verifier"} <= {e["cat"] for e in events if "cat" in e}
+    assert sum(e["name"] == "forward_backward" for e in events) == 1  # of the first step alone
+    run_session(Session(config=config("run.dir=other")))
+    assert not (tmp_path / "other" / "trace.json").exists()

@@ -5,6 +5,12 @@ from __future__ import annotations
 import asyncio
 import datetime
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
 import warnings
 from pathlib import Path
 
@@ -106,3 +112,107 @@ def test_torch_loaded_too_early_is_a_warning(monkeypatch):
     monkeypatch.delenv("OMP_WAIT_POLICY")
     with pytest.warns(RuntimeWarning, match="torch was loaded before"):
         trainer()
+
+
+# Ctrl-C in a script.
+
+SCRIPT = """\
+from nearpolicy import Trainer
+
+def score(completions, **columns):
+    return [float(len(text)) for text in completions]
+
+if __name__ == "__main__":
+    config = {
+        "run": {"steps": 500, "dir": "run"},
+        "sampling": {"num_generations": 4, "max_completion_length": LENGTH, "max_prompt_length": 16},
+        "queue": {"prompts_per_step": 2},
+    }
+    rows = [{"prompt": f"letter {letter}"} for letter in "abcd"]
+    summary = Trainer("random:llama", score, rows, config).train()
+    print("after:", summary["ended"], summary["steps"], flush=True)
+"""
+
+
+def start_script(folder: Path, length: int) -> subprocess.Popen:
+    (folder / "script.py").write_text(SCRIPT.replace("LENGTH", str(length)))
+    return subprocess.Popen(
+        [sys.executable, "-u", "script.py"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for(stream, pattern: str) -> None:
+    for line in stream:
+        if re.search(pattern, line):
+            return
+    raise AssertionError(f"{pattern!r} never came")
+
+
+def test_ctrl_c_once_in_a_script_saves_what_was_learned_and_the_script_goes_on(tmp_path):
+    script = start_script(tmp_path, length=5)
+    try:
+        wait_for(script.stdout, r"^ +0 +1/500 ")
+        script.send_signal(signal.SIGINT)
+        out, err = script.communicate(timeout=120)
+    finally:
+        script.kill()
+    assert script.returncode == 0, (out, err)
+    assert "stopping after this step; press Ctrl-C again" in err and "Traceback" not in err
+    steps = int(re.search(r"^after: stopped (\d+)$", out, re.M)[1])
+    assert 1 <= steps < 500
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{steps}"]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["ended"] == "stopped"
+
+
+def test_ctrl_c_twice_in_a_script_is_a_keyboard_interrupt(tmp_path):
+    script = start_script(tmp_path, length=200)
+    try:
+        wait_for(script.stdout, r"^ +0 +1/500 ")
+        script.send_signal(signal.SIGINT)
+        wait_for(script.stderr, "press Ctrl-C again")
+        script.send_signal(signal.SIGINT)
+        out, err = script.communicate(timeout=60)
+    finally:
+        script.kill()
+    assert script.returncode in (1, -signal.SIGINT), (out, err)
+    assert "KeyboardInterrupt" in err and "after:" not in out
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_ctrl_c_before_the_first_step_is_a_keyboard_interrupt(monkeypatch):
+    def interrupted(session):
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("it went on")
+
+    monkeypatch.setattr("nearpolicy.launch.trainer.run_session", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="before the first step"):
+        trainer().train()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_whoever_listens_to_ctrl_c_already_is_left_alone_and_so_is_any_other_thread(monkeypatch):
+    heard = []
+
+    def look(session):
+        heard.append(signal.getsignal(signal.SIGINT))
+        return {}
+
+    monkeypatch.setattr("nearpolicy.launch.trainer.run_session", look)
+    mine = lambda *_: None  # noqa: E731
+    before = signal.signal(signal.SIGINT, mine)
+    try:
+        trainer().train()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert heard == [mine]
+    made = trainer()
+    thread = threading.Thread(target=made.train)
+    thread.start()
+    thread.join()
+    assert heard == [mine, signal.default_int_handler]

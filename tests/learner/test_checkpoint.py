@@ -5,16 +5,22 @@ from __future__ import annotations
 import re
 import resource
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from learner_cases import batch_of, learner, random_rows, weights
+from learner_cases import EXACT, batch_of, learner, model_folder, random_rows, weights
 
-from nearpolicy.errors import RunFolderError
+from nearpolicy.errors import RunFolderError, UserError
 from nearpolicy.learner.checkpoint import checkpoints, load_state, save_checkpoint
+from nearpolicy.learner.config import CriticConfig
+from nearpolicy.learner.step import PolicyLearner
 from nearpolicy.models.loading import load_policy
 from nearpolicy.models.tokenizer import load_tokenizer
+from nearpolicy.models.value import ValueModel
+from nearpolicy.objectives.config import ObjectiveConfig
+from nearpolicy.records import Rollout
 
 
 def trained(steps: int, own=None, **options):
@@ -64,6 +70,68 @@ def test_training_goes_on_bit_for_bit_from_a_checkpoint(tmp_path, dtype):
     assert second.weights(None).record == at_once.weights(None).record
     masters = [own.optimizer.state_dict()["masters"] for own in (second, at_once)]
     assert all(torch.equal(a, b) for a, b in zip(*masters, strict=True))
+
+
+GAE = ObjectiveConfig(advantage="gae", gae_lambda=0.95)
+
+
+def with_critic(folder: Path | None = None, **options) -> PolicyLearner:
+    plain = learner(folder=folder, objective=GAE, **options)
+    return PolicyLearner(
+        plain.policy,
+        plain.objective,
+        plain.config,
+        EXACT,
+        temperature=1.0,
+        total_steps=5,
+        value_model=ValueModel(load_policy(folder or model_folder(), known_to_fit=True)),
+        critic=CriticConfig(learning_rate=2e-3, pretraining_steps=1),
+    )
+
+
+def trained_with_critic(steps: int, own: PolicyLearner) -> PolicyLearner:
+    for step in range(own.version, steps):
+        rows = random_rows(step, groups=2)
+        plain = batch_of(rows, step=step)
+        groups = [
+            replace(
+                group,
+                rollouts=tuple(
+                    Rollout(sample=row.sample, segments=(row.segment,), text="", numerics="exact")
+                    for row in rows
+                    if row.group == group.index
+                ),
+                verdicts=({},) * 4,
+                rewards=(1.0, 0.0, 0.25, -1.0),
+            )
+            for group in plain.groups
+        ]
+        own.step(replace(plain, groups=tuple(groups)))
+    return own
+
+
+def test_a_critic_goes_on_bit_for_bit_from_a_checkpoint(tmp_path):
+    options = {"num_iterations": 2, "warmup_steps": 2, "lr_schedule": "linear", "total_steps": 5}
+    at_once = trained_with_critic(4, with_critic(**options))
+    first = trained_with_critic(2, with_critic(**options))
+    path = save_checkpoint(first, tmp_path, keep_last=1)
+    second = with_critic(path, **options)
+    assert second.critic.model.decoder is not second.policy.model.get_decoder()
+    load_state(second, path)
+    trained_with_critic(4, second)
+    for mine, right in ((second.policy, at_once.policy), (second.critic.model, at_once.critic.model)):
+        assert torch.equal(weights(mine), weights(right))
+    assert not torch.equal(weights(second.critic.model.decoder), weights(second.policy.model.get_decoder()))
+    assert names(path) == names(save_checkpoint(trained(1), tmp_path / "plain", keep_last=1))  # no file more
+
+
+def test_a_checkpoint_and_a_recipe_that_disagree_about_the_critic_are_refused(tmp_path):
+    path = save_checkpoint(trained_with_critic(1, with_critic()), tmp_path / "with", keep_last=1)
+    with pytest.raises(UserError, match=r"holds a critic and the recipe has none.*objective\.advantage=gae"):
+        load_state(learner(folder=path), path)
+    path = save_checkpoint(trained(1), tmp_path / "without", keep_last=1)
+    with pytest.raises(UserError, match="has a critic and the checkpoint holds none"):
+        load_state(with_critic(path), path)
 
 
 def test_a_resumed_run_without_its_moments_would_differ(tmp_path):

@@ -11,7 +11,9 @@ from learner_cases import EXACT, batch_of, gradients, model_folder, random_rows,
 
 from nearpolicy.errors import NearpolicyError
 from nearpolicy.learner.config import LearnerConfig
-from nearpolicy.learner.step import NOTHING_KNOWN, Annotated, PolicyLearner, TokenStats
+from nearpolicy.learner.report import TokenStats
+from nearpolicy.learner.step import PolicyLearner
+from nearpolicy.learner.tokens import NOTHING_KNOWN, Annotated, tokens_of
 from nearpolicy.models.loading import load_policy
 from nearpolicy.objectives.catalogue import CORRECTIONS, LOSSES
 from nearpolicy.objectives.config import ObjectiveConfig
@@ -49,6 +51,10 @@ def other_folder():
     return resolve("random:llama", SHAPE, seed=5)
 
 
+def logprobs(learner: PolicyLearner, model: torch.nn.Module, rows) -> list[np.ndarray]:
+    return learner.passes.logprobs(model, rows, range(len(rows)), same_support=False)
+
+
 def near_rows(seed: int, **options) -> list[Row]:
     """Rows whose behaviour policy is near the tiny model, some tokens further away than others."""
     rows = random_rows(seed, **options)
@@ -64,7 +70,7 @@ def near_rows(seed: int, **options) -> list[Row]:
                 ),
             ),
         )
-        for row, own_logprobs in zip(rows, own._logprobs(own.policy, rows, range(len(rows))), strict=True)
+        for row, own_logprobs in zip(rows, logprobs(own, own.policy, rows), strict=True)
     ]
 
 
@@ -222,8 +228,8 @@ def test_a_teacher_is_approached_on_what_the_student_has_sampled():
         for i in range(2)
     )
     learner = make(ObjectiveConfig(loss="opd", reference="elsewhere"), reference_seed=5)
-    theirs = learner._logprobs(learner.reference, rows, range(len(rows)))
-    own = learner._logprobs(learner.policy, rows, range(len(rows)))
+    theirs = logprobs(learner, learner.reference, rows)
+    own = logprobs(learner, learner.policy, rows)
     report = learner.step(Batch(step=0, places=2, groups=groups, rows=tuple(rows)))
     for row, t, o in zip(report.rows, theirs, own, strict=True):
         assert row.advantages[row.trained].tolist() == pytest.approx((t - o)[row.trained].tolist(), abs=1e-6)
@@ -244,11 +250,12 @@ def test_segments_of_one_rollout_stay_in_one_micro_batch_where_the_loss_needs_it
     second = replace(base[0].segment, context_ids=np.concatenate([base[0].segment.context_ids, [1, 2]]))
     rows = [base[0], replace(base[0], segment=second), base[1]]
     whole = make(ObjectiveConfig(loss="gspo"), max_tokens_per_microbatch=1)
-    packed = list(whole._packed(rows, range(3), whole.objective.whole_rollouts))
+    packed = list(whole.passes.packed(rows, range(3), whole.objective.whole_rollouts))
     assert [sorted(set(p.row_index.tolist())) for p in packed] == [[0, 1], [2]]
-    free = list(whole._packed(rows, range(3), False))
+    free = list(whole.passes.packed(rows, range(3), False))
     assert [sorted(set(p.row_index.tolist())) for p in free] == [[0], [1], [2]]
-    tokens = whole._tokens(rows, packed[0], whole._score(whole.policy, rows, packed[0]), NOTHING_KNOWN)
+    scores = whole.passes.score(whole.policy, rows, packed[0], same_support=False)
+    tokens = tokens_of(rows, packed[0], scores, NOTHING_KNOWN, 0)
     assert tokens.sequences.count == 1
 
 

@@ -27,8 +27,9 @@ from nearpolicy.errors import NearpolicyError
 from nearpolicy.generator.sampling import sampled_logprobs
 from nearpolicy.learner.config import LearnerConfig
 from nearpolicy.learner.optimizer import MasterAdamW
+from nearpolicy.learner.report import TokenStats
 from nearpolicy.learner.schedule import learning_rate
-from nearpolicy.learner.step import NOTHING_KNOWN, TokenStats
+from nearpolicy.learner.tokens import NOTHING_KNOWN
 from nearpolicy.models.loading import resolve
 from nearpolicy.objectives import aggregation
 from nearpolicy.objectives.config import ObjectiveConfig
@@ -143,7 +144,7 @@ def test_the_order_of_rows_and_whether_they_share_their_context_changes_nothing(
 def test_rows_of_one_prompt_go_through_the_model_with_the_prompt_once():
     rows = random_rows(3, groups=1, size=4)
     own = learner()
-    [packed] = own._packed(rows, range(4))
+    [packed] = own.passes.packed(rows, range(4))
     assert len(packed.input_ids) == len(rows[0].segment.context_ids) + sum(len(r.segment.token_ids) - 1 for r in rows)
 
 
@@ -170,7 +171,7 @@ def test_threads_that_come_and_go_between_microbatches_change_no_bit():
         own = learner(threads=2, max_tokens_per_microbatch=20)
         asked = itertools.cycle(answers)
         used: list[int] = []
-        own._threads_now = lambda asked=asked, used=used: used.append(next(asked)) or used[-1]
+        own.passes.threads_now = lambda asked=asked, used=used: used.append(next(asked)) or used[-1]
         own.forward_backward(range(len(rows)), own.objective, rows, NOTHING_KNOWN, TokenStats())
         assert used[:4] == answers and torch.get_num_threads() == used[-1]
         results.append(gradients(own.policy))
@@ -305,6 +306,18 @@ def test_a_batch_with_nothing_to_learn_is_a_step_without_update(rows):
     assert "policy/grad_norm" not in report.metrics
 
 
+def test_a_minibatch_without_signal_leaves_nothing_to_the_update_after_it():
+    rows = random_rows(11, groups=4, signal=[False, False, True, True])
+    steps = [learner(minibatches=2).step(batch_of(rows)), learner().step(batch_of(rows[8:]))]
+    norms = [report.metrics["policy/grad_norm"] for report in steps]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    own, fresh = learner(), learner()
+    own.step(batch_of(random_rows(11, signal=[False] * 3)))  # a whole step without signal
+    assert own.step(batch_of(rows, step=1)).metrics["policy/grad_norm"] == pytest.approx(
+        fresh.step(batch_of(rows)).metrics["policy/grad_norm"], rel=1e-6
+    )
+
+
 def test_rows_whose_tokens_are_all_masked_do_no_harm():
     rows = random_rows(12)
     masked = [replace(r, trained=r.trained & False, advantages=r.advantages * 0) if r.group == 1 else r for r in rows]
@@ -384,6 +397,13 @@ def test_supervised_loss_is_the_mean_negative_log_likelihood():
     assert (own.version, own.updates) == (0, 0)
     again = own.supervised_step(rows, Supervised(), 1e-2)
     assert again < -float(torch.cat(kept).mean()) - 0.01  # it learns
+
+
+def test_a_supervised_step_needs_no_recorded_support_where_sampling_leaves_tokens_out():
+    rows, restricted = random_rows(15), ObjectiveConfig(same_support=True)
+    assert learner(objective=restricted).supervised_step(rows, Supervised(), 1e-2) == learner().supervised_step(
+        rows, Supervised(), 1e-2
+    )
 
 
 def test_a_supervised_step_whose_gradient_is_not_finite_ends_the_run():

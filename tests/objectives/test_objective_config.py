@@ -80,8 +80,18 @@ def test_no_combination_applies_two_weights_for_the_behaviour_policy():
         ({"kl_coef": 0.1, "reference": "none"}, "objective.kl_coef needs a policy to compare with"),
         ({"loss": "opd"}, "objective.loss=opd needs a policy to compare with"),
         ({"loss": "opd", "reference": "initial"}, "objective.loss=opd needs a teacher other than the policy"),
-        ({"advantage": "remax"}, "objective.advantage=remax needs a greedy completion"),
-        ({"advantage": "gae"}, "objective.advantage=gae needs a critic"),
+        ({"advantage": "gae", "scale_rewards": "group"}, "objective.scale_rewards=group divides by the spread of a gr"),
+        ({"advantage": "gae", "gae_alpha": 0.05, "gae_lambda": 0.9}, "objective.gae_alpha=0.05 both decide lambda"),
+        ({"advantage": "gae", "gae_lambda": None}, "objective.gae_lambda is empty, but the objective needs it"),
+        ({"advantage": "gae", "gae_lambda": 1.1}, "less than or equal to 1"),
+        ({"advantage": "gae", "loss": "gmpo"}, "objective.loss=gmpo needs one advantage for all tokens"),
+        ({"advantage": "vtrace", "loss": "gmpo"}, "objective.advantage=vtrace gives each token its own"),
+        ({"advantage": "gae", "loss": "kimi", "scale_rewards": "batch"}, "objective.scale_rewards=batch cannot be set"),
+        ({"gae_lambda": 0.9}, "objective.gae_lambda=0.9 has no effect"),
+        ({"advantage": "vtrace", "gae_alpha": 0.05}, "it is read by advantage=gae"),
+        ({"advantage": "remax", "scale_rewards": "batch"}, "objective.scale_rewards=batch cannot be set"),
+        ({"advantage": "remax", "length_reward": 0.1}, "objective.length_reward=0.1 depends on the other completions"),
+        ({"advantage": "remax", "diversity_bonus": 0.1}, "objective.diversity_bonus=0.1 depends on the other"),
         ({"kl_coef": 0.1, "reference": "adapter_off"}, "objective.reference=adapter_off needs adapters"),
         ({"advantage": "teacher"}, "objective.advantage=teacher belongs to objective.loss=opd"),
         ({"loss": "opd", "advantage": "grpo", "reference": "x"}, "objective.advantage=grpo cannot be set"),
@@ -132,7 +142,22 @@ def test_decoupled_ppo_leaves_other_corrections_their_own_bounds():
             )
 
 
+def test_lambda_is_one_number_or_follows_the_length():
+    fixed, by_length = ObjectiveConfig(advantage="gae"), ObjectiveConfig(advantage="gae", gae_alpha=0.05)
+    assert (fixed.gae_lambda, fixed.gae_alpha, fixed.scale_rewards) == (1.0, None, "batch")
+    assert (by_length.gae_lambda, by_length.gae_alpha) == (None, 0.05)
+    assert ObjectiveConfig(**by_length.model_dump()) == by_length
+    assert ObjectiveConfig(advantage="gae", loss="kimi").scale_rewards == "none"
+
+
 def test_the_penalty_takes_the_estimator_that_has_a_gradient_where_it_is_applied():
     in_loss, in_reward = ObjectiveConfig(kl_coef=0.1), ObjectiveConfig(beta=0.1, kl_in="reward")
     assert (in_loss.kl_in, in_loss.kl_estimator, in_loss.reference) == ("loss", "k3", "initial")
     assert (in_reward.kl_coef, in_reward.kl_estimator, in_reward.reference) == (0.1, "k1", "initial")
+
+
+def test_only_remax_asks_for_a_greedy_completion_and_one_sample_is_enough_for_it():
+    assert [name for name, part in ADVANTAGES.items() if part.greedy_baseline] == ["remax"]
+    config = ObjectiveConfig(advantage="remax", length_cost=0.01, overlong_buffer=2)
+    assert (config.greedy_baseline, config.parts["advantage"].smallest_group) == (True, 1)
+    assert not ObjectiveConfig().greedy_baseline

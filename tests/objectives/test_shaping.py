@@ -205,6 +205,21 @@ def test_groups_without_signal_are_named(rewards, reason):
     assert zero_variance_reason(rewards) == reason
 
 
+@pytest.mark.parametrize(
+    ("rewards", "baseline", "reason"),
+    [
+        ([1.0, 1.0], 0.0, None),
+        ([1.0, 1.0], 1.0, "zero_variance"),
+        ([1.0], 0.5, None),
+        ([1.0, None], 1.0, "zero_variance"),
+        ([1.0, 0.0], 1.0, None),
+        ([None, None], 1.0, "too_few_scored"),
+    ],
+)
+def test_beside_a_baseline_a_sample_that_differs_from_it_is_a_signal(rewards, baseline, reason):
+    assert zero_variance_reason(rewards, baseline) == reason
+
+
 def test_five_of_eight_groups_carry_signal():
     """K50."""
     groups = [[0.0, 0.0]] * 2 + [[1.0, 0.0]] * 5 + [[1.0, 1.0]]

@@ -19,7 +19,19 @@ import pytest
 from synthetic_run import CONFIG, NASTY, admission, batch, group, make_run, segment, trained
 
 from nearpolicy.errors import NearpolicyError, RunFolderError, StandstillError
-from nearpolicy.records import Event, Fate, Group, Outcome, Prompt, Rollout, StepReport, Verdict, VersionRecord
+from nearpolicy.records import (
+    BASELINE,
+    Baseline,
+    Event,
+    Fate,
+    Group,
+    Outcome,
+    Prompt,
+    Rollout,
+    StepReport,
+    Verdict,
+    VersionRecord,
+)
 from nearpolicy.store.folder import RunFolder, create_run_folder
 from nearpolicy.store.payload import encode_segments
 from nearpolicy.store.reader import RunReader
@@ -61,6 +73,73 @@ def test_a_group_comes_back_as_it_was_filled(store, folder):
     store.filled(sent)
     store.flush()
     assert_same_group(read(folder).group(7), sent)
+
+
+def with_baseline(of_group: Group, reward: float | None = 0.25) -> Group:
+    greedy = segment(5, of_group.admission.version, np.random.default_rng(99))
+    rollout = Rollout(sample=BASELINE, segments=(greedy,), text="greedy", numerics="exact")
+    verdicts = {"answer": Verdict.scored(0.25, exact=1.0), "late": Verdict.failed("worker died")}
+    return replace(of_group, baseline=Baseline(rollout=rollout, verdicts=verdicts, reward=reward))
+
+
+@pytest.mark.parametrize("reward", [0.25, None])
+def test_a_greedy_completion_comes_back_beside_its_group_with_its_verdicts(store, folder, reward):
+    sent = with_baseline(group(7, version=3), reward)
+    store.admitted(sent.admission)
+    store.filled(sent)
+    store.flush()
+    run = read(folder)
+    got = run.group(7)
+    assert_same_group(got, sent)
+    assert (got.baseline.reward, got.baseline.verdicts) == (sent.baseline.reward, sent.baseline.verdicts)
+    assert (got.baseline.rollout.sample, got.baseline.rollout.text) == (BASELINE, "greedy")
+    assert encode_segments(got.baseline.rollout.segments) == encode_segments(sent.baseline.rollout.segments)
+    assert run.ledger() == {Fate.IN_FLIGHT: sent.num_sampled}
+    assert [item.is_baseline for item in run.rollouts(group=7)] == [True, False, False, False, False]
+
+
+def test_a_consumed_greedy_completion_is_in_the_ledger_and_in_no_row_of_the_batch(store, folder):
+    groups = [with_baseline(group(0)), group(1)]
+    sent = batch(0, groups)
+    fates = trained(groups) | {(0, BASELINE): {Fate.BASELINE: 5}}
+    store.consumed(sent, REPORT, fates)
+    store.flush()
+    run = read(folder)
+    got = run.batch(0)
+    assert [(row.group, row.sample) for row in got.rows] == [(g, s) for g in range(2) for s in range(4)]
+    assert (got.groups[0].baseline.reward, got.groups[1].baseline) == (0.25, None)
+    assert run.ledger()[Fate.BASELINE] == 5
+    assert sum(run.ledger().values()) == sum(each.num_sampled for each in groups)
+    [greedy] = run.rollouts(sample=BASELINE)
+    assert (greedy.fates, greedy.rows, greedy.reward, greedy.step) == ({Fate.BASELINE: 5}, {}, 0.25, 0)
+
+
+def test_tokens_of_a_greedy_completion_without_a_fate_are_refused(store):
+    groups = [with_baseline(group(0))]
+    store.consumed(batch(0, groups), REPORT, trained(groups))
+    with pytest.raises(NearpolicyError, match=r"fates of group 0 do not add up \(sample -1: 5 sampled, 0 told"):
+        store.flush()
+
+
+def test_a_greedy_completion_shares_the_fate_of_a_group_that_is_given_up(store, folder):
+    lost = with_baseline(group(0), None)
+    store.discarded(replace(lost, failure="no baseline"), Fate.FAILED, "no baseline")
+    store.flush()
+    run = read(folder)
+    assert run.ledger() == {Fate.FAILED: lost.num_sampled}
+    assert (run.group(0).failure, run.group(0).baseline.reward) == ("no baseline", None)
+
+
+def test_a_store_of_the_first_schema_is_read_and_gets_the_new_number_when_it_is_written_again(store, folder):
+    store.filled(group(0))
+    store.close()
+    sqlite3.connect(folder.store).execute("PRAGMA user_version = 1")
+    assert read(folder).group(0).baseline is None
+    assert sqlite3.connect(folder.store).execute("PRAGMA user_version").fetchone() == (1,)
+    with SqliteStore.open(folder) as again:
+        again.filled(with_baseline(group(1)))
+    assert sqlite3.connect(folder.store).execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
+    assert read(folder).group(1).baseline.reward == 0.25
 
 
 def test_nul_lone_surrogates_and_line_separators_survive_everywhere(store, folder):

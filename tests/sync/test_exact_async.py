@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from nearpolicy.objectives.assign import assign_advantages
 from nearpolicy.objectives.config import ObjectiveConfig
 from nearpolicy.objectives.objective import Objective
 from nearpolicy.pipeline import Pipeline
-from nearpolicy.records import Admission, Batch, Group, Prompt, Rollout, Verdict
+from nearpolicy.records import BASELINE, Admission, Baseline, Batch, Group, Prompt, Rollout, Verdict
 from nearpolicy.roles import Request, Sampling
 from nearpolicy.rollout_queue.ledger import Ledger
 from nearpolicy.rollout_queue.queue import StalenessBoundedQueue
@@ -34,7 +34,9 @@ from nearpolicy.sync.publisher import Publisher
 
 EXACT = Numerics(min_rows=16, max_threads=2)
 OBJECTIVE = ObjectiveConfig(loss="pg")  # whose value, unlike that of a ratio, is not 0 at the first update
+REMAX = ObjectiveConfig(loss="pg", advantage="remax")
 SAMPLING = Sampling(temperature=1.3, max_tokens=7, stop_token_ids=(257,))
+GREEDY = Sampling(temperature=0.0, max_tokens=7, stop_token_ids=(257,))
 PER_STEP, SIZE, STEPS = 3, 4, 4
 
 
@@ -84,7 +86,7 @@ class Run:
 
     def note(self, batch: Batch, metrics) -> None:
         for group in batch.groups:
-            for rollout in group.rollouts:
+            for rollout in group.everything:
                 [segment] = rollout.segments
                 self.tokens[group.index, rollout.sample] = segment.token_ids.tolist()
                 self.logprobs[group.index, rollout.sample] = segment.behavior_logprobs.tolist()
@@ -93,9 +95,9 @@ class Run:
         self.mismatches.append(metrics["mismatch/logprob_diff_max"])
 
 
-def synchronous(seed: int) -> Run:
+def synchronous(seed: int, objective: ObjectiveConfig = OBJECTIVE, **config) -> Run:
     """The whole method as a plain loop: one prompt after the other, then one step, then the new weights."""
-    engine, learner, run = an_engine(), a_learner(), Run()
+    engine, learner, run = an_engine(), a_learner(**config), Run()
     for step in range(STEPS):
         groups = []
         for index in range(step * PER_STEP, (step + 1) * PER_STEP):
@@ -109,12 +111,24 @@ def synchronous(seed: int) -> Run:
             done.sort(key=lambda completion: completion.sample)
             rollouts = [c.rollout(context, "", "exact") for c in done]
             rewards = tuple(reward(c.token_ids) for c in done)
-            groups.append(Group(admission=admission, rollouts=tuple(rollouts), verdicts=({},) * SIZE, rewards=rewards))
-        batch = Batch(step=step, places=PER_STEP, groups=tuple(groups), rows=assign_advantages(groups, OBJECTIVE))
+            group = Group(admission=admission, rollouts=tuple(rollouts), verdicts=({},) * SIZE, rewards=rewards)
+            if objective.greedy_baseline:
+                group = replace(group, baseline=greedy_baseline(engine, request))
+            groups.append(group)
+        batch = Batch(step=step, places=PER_STEP, groups=tuple(groups), rows=assign_advantages(groups, objective))
         run.note(batch, learner.step(batch).metrics)
         engine.load(learner.weights(None))
     run.weights = digests(named_weights(learner.policy.model))
     return run
+
+
+def greedy_baseline(engine: Engine, of: Request) -> Baseline:
+    engine.submit(replace(of, id=f"{of.id}.greedy", sampling=GREEDY, n=1))
+    done = []
+    while not done:
+        done += engine.step()
+    rollout = replace(done[0].rollout(of.token_ids, "", "exact"), sample=BASELINE)
+    return Baseline(rollout=rollout, reward=reward(done[0].token_ids))
 
 
 @pytest.fixture(scope="module")
@@ -187,9 +201,17 @@ async def never_stop(report) -> bool:
 
 
 def asynchronous(
-    seed: int, shuffle: int, *, bound=0, order="admission", on_sync="finish", publish_every=1
+    seed: int,
+    shuffle: int,
+    *,
+    bound=0,
+    order="admission",
+    on_sync="finish",
+    publish_every=1,
+    objective: ObjectiveConfig = OBJECTIVE,
+    streaming: bool = False,
 ) -> tuple[Run, list[int]]:
-    engine, learner, book = an_engine(), a_learner(), Book()
+    engine, learner, book = an_engine(), a_learner(**({"max_tokens_per_microbatch": 40} if streaming else {})), Book()
     generator = EngineRunner(engine, on_sync=on_sync)
     in_thread = LearnerInThread(learner, RoleThread("learner", 1))
     single = SingleTurn(
@@ -200,6 +222,8 @@ def asynchronous(
         reward_of=lambda verdicts, task: verdicts["tokens"].value,
         sampling=SAMPLING,
         n=SIZE,
+        smallest_group=objective.parts["advantage"].smallest_group,
+        with_baseline=objective.greedy_baseline,
     )
     environment = Shuffled(single, shuffle)
 
@@ -216,12 +240,13 @@ def asynchronous(
             weights=publisher,
             store=book,
             telemetry=book,
-            assemble=partial(assign_advantages, config=OBJECTIVE),
+            assemble=partial(assign_advantages, config=objective),
             after_step=never_stop,
             num_steps=STEPS,
             prompts_per_step=PER_STEP,
             num_slots=ledger.num_slots,
             weight_sync_steps=publish_every,
+            streaming=streaming,
         )
         await pipeline.run()
 
@@ -249,6 +274,39 @@ def test_asynchronous_at_staleness_zero_is_the_synchronous_loop_bit_for_bit(plai
     assert any(order != sorted(order) for order in orders)  # it was shuffled indeed
     assert all(abs(loss) > 1e-3 for loss in plain.losses)
     assert len(plain.weights) > 10
+
+
+def test_a_learner_that_takes_up_groups_as_they_come_makes_the_same_bits():
+    right = synchronous(0, max_tokens_per_microbatch=40)
+    for shuffle in range(2):
+        run, _ = asynchronous(0, shuffle, streaming=True)
+        assert (run.tokens, run.logprobs, run.losses) == (right.tokens, right.logprobs, right.losses)
+        assert run.weights == right.weights
+        assert run.mismatches == [0.0] * STEPS
+
+
+def test_with_greedy_baselines_too_asynchronous_at_staleness_zero_is_the_synchronous_loop_bit_for_bit(plain):
+    right = synchronous(0, REMAX)
+    run, _ = asynchronous(0, 0, objective=REMAX)
+    assert run.tokens == right.tokens
+    assert run.logprobs == right.logprobs
+    assert run.losses == right.losses
+    assert run.weights == right.weights
+    assert run.staleness == [0.0] * STEPS
+    greedy = {key: values for key, values in run.logprobs.items() if key[1] == BASELINE}
+    assert len(greedy) == STEPS * PER_STEP
+    assert all(set(values) == {0.0} for values in greedy.values())
+    of_first_step = [key for key in plain.tokens if key[0] < PER_STEP]
+    assert all(run.tokens[key] == plain.tokens[key] for key in of_first_step)  # the samples do not notice
+    assert run.weights != plain.weights
+
+
+def test_ahead_of_training_the_bound_holds_for_greedy_completions_too():
+    run, _ = asynchronous(0, 0, bound=2, order="ready", on_sync="resume", publish_every=2, objective=REMAX)
+    assert len(run.losses) == STEPS
+    assert max(run.staleness) <= 2
+    assert len(run.versions) == STEPS * PER_STEP * (SIZE + 1)
+    assert all(version in (0, 2, 4) for versions in run.versions for version in versions)
 
 
 def test_a_seed_decides_the_tokens_and_another_seed_gives_others(plain):
