@@ -47,7 +47,7 @@ def main() -> None:
         folder = arguments.out or Path(scratch)
         record(folder / "exact", arguments.steps, rounds=False)
         record(folder / "rounding", STEP + 1, rounds=True)
-        found = {f"{age} steps old": study(folder / "exact", STEP, STEP + age) for age in AGES}
+        found = {f"{age} step{'s' * (age != 1)} old": study(folder / "exact", STEP, STEP + age) for age in AGES}
         found["an engine that rounds"] = study(folder / "rounding", STEP, STEP)
         trained = study(folder / "exact", 0, STEP, train=STEP - 1)["trained"]
     for title, result in found.items():
@@ -83,7 +83,7 @@ def record(folder: Path, steps: int, *, rounds: bool) -> None:
 def study(folder: Path, step: int, version: int, train: int = 0) -> dict[str, Any]:
     """What ``nearpolicy compare`` says, without the run's own objective."""
     from nearpolicy.config import config_from_dict
-    from nearpolicy.launch.compare import compare
+    from nearpolicy.launch.compare import Workshop, compare
     from nearpolicy.store.reader import RunReader
 
     with RunReader(folder) as run:
@@ -92,7 +92,11 @@ def study(folder: Path, step: int, version: int, train: int = 0) -> dict[str, An
             name: config_from_dict({**run.config, "objective": settings}, where=name).objective
             for name, settings in OBJECTIVES.items()
         }
-        return asyncio.run(compare(run, config, chosen, step=step, version=version, train=train))
+        workshop = Workshop(run, config, version, say=lambda text: None)
+        result = compare(workshop, chosen, step=step)
+        if train:
+            result["trained"] = asyncio.run(workshop.train_each(chosen, range(step, step + train)))
+        return result
 
 
 def table(title: str, result: Mapping[str, Any]) -> str:

@@ -36,7 +36,7 @@ MOST_SLOTS = 100_000
 MOST_COMPLETIONS = 10_000_000
 LARGEST_WHOLE = 10**9
 """For every whole number that is no seed."""
-SMALLEST, LARGEST = 1e-30, 1e30
+SMALLEST, LARGEST = 1e-30, 1e20
 """For every other number that is not 0."""
 LONGEST_RECIPE = 1_000_000
 """Bytes."""
@@ -223,15 +223,19 @@ def _objective_contradictions(config: RunConfig) -> Iterator[str]:
             f"queue.{key}=true leaves out groups whose rewards are all equal, and with sampling.num_generations=1 that "
             "is every group; leave it out or draw more completions"
         )
-    if objective.pass_k is not None and objective.pass_k > sampling.num_generations:
+    if objective.pass_k is not None and objective.pass_k >= sampling.num_generations:
         yield (
-            f"objective.pass_k={objective.pass_k} asks for more completions than a group has, "
-            f"sampling.num_generations={sampling.num_generations}; lower it"
+            f"objective.pass_k={objective.pass_k} takes the whole group, "
+            f"sampling.num_generations={sampling.num_generations}, so that no two subsets of k could be compared and "
+            "every advantage would be 0; lower it"
         )
+    if objective.advantage == "grpo_passk":
+        yield from _rewards_beside_0_and_1(config)
     if objective.parts["loss"].one_update and learner.updates_per_step > 1:
         yield (
             f"objective.loss={objective.loss} is right for one update per step, but learner.num_iterations x "
-            f"learner.minibatches is {learner.updates_per_step}; use objective.loss=ppo_clip, or set both to 1"
+            f"learner.minibatches is {learner.updates_per_step}; "
+            f"{'use objective.loss=ppo_clip, or ' if objective.loss == 'pg' else ''}set both to 1"
         )
     if objective.same_support and not sampling.leaves_out:
         yield (
@@ -243,6 +247,18 @@ def _objective_contradictions(config: RunConfig) -> Iterator[str]:
             f"objective.overlong_buffer={objective.overlong_buffer} is longer than "
             f"sampling.max_completion_length={sampling.max_completion_length}; lower it"
         )
+
+
+def _rewards_beside_0_and_1(config: RunConfig) -> Iterator[str]:
+    """What pass@k cannot be computed of, as far as a recipe says what rewards will be."""
+    for index, task in enumerate(config.tasks):
+        counted = [reward for reward in task.rewards if reward.weight]
+        fits = [reward for reward in counted if reward.weight == 1 and getattr(reward, "partial", 1) in (0, 1)]
+        if len(counted) != 1 or not fits:
+            yield (
+                f"tasks.{index}.rewards: objective.advantage=grpo_passk needs rewards of 0 or 1; give one reward the "
+                "weight 1 (and partial 0 or 1) and any others the weight 0"
+            )
 
 
 def _critic_contradictions(config: RunConfig) -> Iterator[str]:
@@ -318,13 +334,7 @@ def _task_contradictions(config: RunConfig) -> Iterator[str]:
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The recipe in a YAML file with ``section.key=value`` overrides; `ConfigError` names every problem in it."""
     path = Path(path)
-    try:
-        with path.open("rb") as file:
-            text = file.read(LONGEST_RECIPE + 1).decode("utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read as a recipe ({getattr(error, 'strerror', None) or error})") from None
-    if len(text) > LONGEST_RECIPE:
-        raise ConfigError(f"{path}: longer than {LONGEST_RECIPE:,} bytes, which no recipe is; name a recipe")
+    text = read_yaml(path, "a recipe", "name a recipe")
     data = _parse_yaml(text, str(path))
     if data is None:
         data = {}
@@ -338,6 +348,19 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     if isinstance(run, dict):
         run.setdefault("name", path.stem)
     return _validated(data, origins)
+
+
+def read_yaml(path: str | Path, what: str, advice: str) -> str:
+    """The text of a file that should be ``what``; `ConfigError` gives the advice."""
+    try:
+        with Path(path).open("rb") as file:
+            text = file.read(LONGEST_RECIPE + 1).decode("utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path}: cannot be read as {what} ({reason}); {advice}") from None
+    if len(text) > LONGEST_RECIPE:
+        raise ConfigError(f"{path}: longer than {LONGEST_RECIPE:,} bytes, which {what} is not; {advice}")
+    return text
 
 
 def config_from_dict(data: dict[str, Any], *, where: str = "config") -> RunConfig:

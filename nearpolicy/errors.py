@@ -37,6 +37,10 @@ class RolloutsError(UserError):
     """Group after group fails, so that nothing will ever be trained; the message names the last reason."""
 
 
+class ObjectiveError(UserError, ValueError):
+    """Rewards or ratios for which the objective has no number; the message names them."""
+
+
 class VerifierError(UserError):
     """A reward that never gives an answer, so that nothing can be judged; the message names it and the last reason."""
 

@@ -223,6 +223,15 @@ def test_run_is_named_after_the_recipe_unless_it_has_a_name(load):
             ["queue.drop_zero_variance_groups=true", "that is every group"],
         ),
         (["objective.loss=pg", "learner.num_iterations=2"], ["objective.loss=pg", "objective.loss=ppo_clip"]),
+        (
+            ["objective.advantage=grpo_passk", "sampling.num_generations=4"],
+            ["objective.pass_k=4", "sampling.num_generations=4", "every advantage would be 0"],
+        ),
+        (
+            ["objective.advantage=grpo_passk", "tasks.0.rewards.0.partial=0.5"],
+            ["tasks.0.rewards", "objective.advantage=grpo_passk needs rewards of 0 or 1"],
+        ),
+        (["objective.loss=opd", "objective.reference=x", "learner.minibatches=2"], ["is 2; set both to 1"]),
         (["learner.max_tokens_per_microbatch=100"], ["learner.max_tokens_per_microbatch=100", "768"]),
         (["run.numerics=exact", "model.dtype=bfloat16"], ["run.numerics=exact", "bfloat16"]),
         (["evaluation.every=5", "tasks.0.held_out=0"], ["evaluation.every=5", "tasks.0.held_out"]),
@@ -388,7 +397,7 @@ BOMB = "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 
             "20,000 values",
         ),
         ('a: "\\ud800"\n', "half of a character"),
-        ("# " + "x" * 1_000_001, "which no recipe is"),
+        ("# " + "x" * 1_000_001, "which a recipe is not"),
     ],
 )
 def test_text_that_no_recipe_is_is_refused_at_once(load, text, says):
@@ -441,6 +450,8 @@ def test_what_is_no_file_is_no_recipe(tmp_path):
         "learner.eps=1e-320",
         "learner.max_grad_norm=1e308",
         "objective.clip_high=1e308",
+        "objective.length_cost=1e30",
+        "objective.kl_coef=1e30",
         "sync.timeout_s=1e-320",
         "evaluation.temperature=1e-320",
         "evaluation.pass_temperature=1e308",

@@ -220,7 +220,7 @@ def load_reference(config: RunConfig, language: Language, policy: PolicyModel) -
         return None
     if name == "initial":
         return load_policy(language.folder, dtype, device, known_to_fit=True).requires_grad_(False)
-    reference = load_policy(resolve(name), dtype, device).requires_grad_(False)
+    reference = load_policy(reference_folder(name), dtype, device).requires_grad_(False)
     _require_same_tokens(f"objective.reference {name}", reference, policy)
     return reference
 
@@ -253,6 +253,14 @@ def _require_same_tokens(who: str, model: PolicyModel, policy: PolicyModel) -> N
             f"{who} has a vocabulary of {theirs} tokens and the policy one of {ours}; what they say can only be "
             "compared token by token: name a model with the same tokenizer"
         )
+
+
+def reference_folder(name: str) -> Path:
+    """Where the model lies that `objective.reference` names; fetched, if it has to be."""
+    try:
+        return resolve(name)
+    except ModelError as error:
+        raise ModelError(str(error).replace("model.path", "objective.reference", 1)) from error
 
 
 def _threads(section: str, usual: int, wanted: int | None, numerics: Numerics, say: Callable[[str], None]) -> int:

@@ -71,7 +71,7 @@ def refuse(config: RunConfig, *, makes_run: bool) -> ModelShape | None:
     from nearpolicy.store.folder import refuse_unusable
     from nearpolicy.tasks.sources import check_exists
 
-    problems, shape = list(_package_problems(config)), None
+    problems, shape = list(_package_problems(config)) if makes_run else [], None
     try:
         shape = model_shape(config.model)
     except UserError as error:
@@ -79,8 +79,16 @@ def refuse(config: RunConfig, *, makes_run: bool) -> ModelShape | None:
     if shape is not None:
         problems += _model_problems(config, shape)
         try:
-            reference_shape(config, shape)
-            critic_shape(config, shape)
+            others = {
+                f"objective.reference {config.objective.reference}": reference_shape(config, shape),
+                f"critic.path {config.critic and config.critic.path}": critic_shape(config, shape),
+            }
+            problems += [
+                f"{who} has a vocabulary of {other.vocabulary:,} tokens and the policy one of {shape.vocabulary:,}; "
+                "what they say can only be compared token by token: name a model with the same tokenizer"
+                for who, other in others.items()
+                if other is not None and other.vocabulary != shape.vocabulary
+            ]
             if (too_large := memory_refusal(config, shape, trains=makes_run)) is not None:
                 problems.append(too_large)
         except UserError as error:

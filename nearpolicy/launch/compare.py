@@ -4,24 +4,32 @@
     --train N: each objective trains on the same N recorded batches from the same weights, then is evaluated
 
 The gap between the weights that sampled and those the batch is put under is the staleness: ``--weights`` chooses it.
+Whatever can be refused is refused before a model is loaded, and what has been computed is shown and written before
+training begins.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nearpolicy.errors import ConfigError, RunFolderError, UserError
+from nearpolicy.errors import ConfigError, RunFolderError, SyncError, UserError
+from nearpolicy.launch.words import count
+from nearpolicy.visible import visible
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from nearpolicy.config import RunConfig
     from nearpolicy.learner.step import PolicyLearner
+    from nearpolicy.models.policy import PolicyModel
     from nearpolicy.objectives.comparison import GroupGradients
     from nearpolicy.objectives.config import ObjectiveConfig
     from nearpolicy.records import Batch
@@ -49,53 +57,79 @@ def command(
     ] = None,
 ) -> None:
     """Compare objectives on a run's recorded rollouts; the last line is one JSON object."""
-    from nearpolicy.config import config_from_dict
-    from nearpolicy.launch.compare_page import comparison_page, print_table
+    from nearpolicy.launch.compare_page import print_table, print_training
+    from nearpolicy.store.folder import finite
     from nearpolicy.store.reader import RunReader
 
     with RunReader(run) as reader:
-        config = config_from_dict(reader.config, where=str(run))
-        without_critic = {section: values for section, values in reader.config.items() if section != "critic"}
-        chosen = {RECORDED: config.objective}
-        if config.critic is not None:
-            print("the recorded objective is left out: it needs its critic, and no recording holds a critic's weights")
-            chosen, config = {}, config.model_copy(update={"critic": None})
-        for name, settings in map(load_objective, files):
-            if name in chosen or name == RECORDED:
-                raise ConfigError(f"two objectives are called {name}; rename one of the files")
-            wanted = config_from_dict({**without_critic, "objective": settings}, where=name)
-            if wanted.critic is not None:
-                raise ConfigError(
-                    f"{name}: objective.advantage={wanted.objective.advantage} needs a critic, and no recording holds "
-                    "a critic's weights; compare another advantage"
-                )
-            chosen[name] = wanted.objective
+        config, chosen = choose_objectives(reader, files)
         step, version = choose(reader, at, weights)
-        result = asyncio.run(compare(reader, config, chosen, step=step, version=version, train=train))
-    print_table(result)
-    folder = out or run / "compare"
-    stem = f"step-{step}-weights-{version}"
-    _write(folder, {f"{stem}.json": json.dumps(result, indent=1), f"{stem}.html": comparison_page(result)})
-    print(f"page: {folder / stem}.html")
-    print(json.dumps(result))
+        steps = steps_to_train(reader, step, train)
+        refuse_impossible(reader, config, chosen, steps or [step], version)
+        target = _free_place(out or run / "compare", f"step-{step}-weights-{version}")
+        workshop = Workshop(reader, config, version)
+        result = compare(workshop, chosen, step=step)
+        try:
+            print_table(result)
+            _write(target, result)
+            if steps:
+                result["trained"] = finite(asyncio.run(workshop.train_each(chosen, steps)))
+                print_training(result)
+                _write(target, result)
+            print(f"page: {target}.html")
+        finally:
+            print(json.dumps(result, allow_nan=False), flush=True)
+
+
+def choose_objectives(run: RunReader, given: Sequence[str]) -> tuple[RunConfig, dict[str, ObjectiveConfig]]:
+    """The run's recipe, and by name its own objective and those that are given, as parts of that recipe."""
+    from nearpolicy.config import config_from_dict
+
+    if not isinstance(run.config, dict):
+        raise RunFolderError(f"{run.folder.path} holds no recipe, so it ended before it began; name another run")
+    config = config_from_dict(run.config, where=str(run.folder.path))
+    chosen = {RECORDED: config.objective}
+    if config.critic is not None:
+        _say("the recorded objective is left out: it needs its critic, and no recording holds a critic's weights")
+        chosen, config = {}, config.model_copy(update={"critic": None})
+    without_critic = {section: values for section, values in run.config.items() if section != "critic"}
+    for source in given:
+        name, settings = load_objective(source)
+        if name == RECORDED:
+            raise ConfigError(f"{source}: {RECORDED} is what the run's own objective is called; rename the file")
+        if name in chosen:
+            raise ConfigError(f"{source}: another objective is called {name} too; give it once, or rename one file")
+        wanted = config_from_dict({**without_critic, "objective": settings}, where=name)
+        if wanted.critic is not None:
+            raise ConfigError(
+                f"{name}: objective.advantage={wanted.objective.advantage} needs a critic, and no recording holds a "
+                "critic's weights; compare another advantage"
+            )
+        chosen[name] = wanted.objective
+    return config, chosen
 
 
 def load_objective(given: str) -> tuple[str, dict[str, Any]]:
     """(name, settings) of a YAML file with a section `objective` or its keys alone, or of ``key=value,key=value``."""
-    from nearpolicy.config import parse_mapping
+    from nearpolicy.config import RunConfig, parse_mapping, read_yaml
 
-    path = Path(given)
-    if "=" in given and not path.exists():
-        return given, parse_mapping("\n".join(part.replace("=", ": ", 1) for part in given.split(",")), given)
-    try:
-        data = parse_mapping(path.read_text(encoding="utf-8"), given)
-    except (OSError, UnicodeDecodeError) as error:
+    if "=" in given and not os.path.exists(given):  # unlike `Path.exists` it takes a name that no file can have
+        pairs = [part.partition("=") for part in given.split(",") if part.strip()]
+        if not pairs or not all(key.strip() and equals for key, equals, _ in pairs):
+            raise ConfigError(f"{given}: cannot be read as an objective; write key=value,key=value")
+        lines = [f"{key.strip().removeprefix('objective.')}: {value}" for key, _, value in pairs]
+        return given, parse_mapping("\n".join(lines), given)
+    data = parse_mapping(read_yaml(given, "an objective", "name a YAML file, or write key=value,key=value"), given)
+    others = [key for key in data if key != "objective" and ("objective" in data or key in RunConfig.model_fields)]
+    if others:
         raise ConfigError(
-            f"{given}: cannot be read as an objective ({getattr(error, 'strerror', None) or error}); "
-            "name a YAML file, or write key=value,key=value"
-        ) from None
-    inside = data.get("objective", data)
-    return path.stem, inside if isinstance(inside, dict) else data
+            f"{given}: holds {', '.join(map(str, others))}, and objectives are compared under the run's own recipe; "
+            "name a file with the section objective alone"
+        )
+    settings = data.get("objective", data)
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{given}: objective should be a mapping of keys, found {settings or 'nothing'!r}")
+    return Path(given).stem, settings
 
 
 def choose(run: RunReader, at: int | None, weights: int | None) -> tuple[int, int]:
@@ -109,45 +143,103 @@ def choose(run: RunReader, at: int | None, weights: int | None) -> tuple[int, in
             f"{run.folder.path} kept no weights of its versions, so no objective can be put under those of a step; "
             "train with run.keep_versions=true"
         )
-    step = at if at is not None else max((s for s in steps if s in kept), default=steps[-1])
-    if step not in steps:
-        raise UserError(f"--at {step}: the run holds steps {_ranges(steps)}")
-    version = weights if weights is not None else step
+    if at is not None and at not in steps:
+        raise UserError(f"--at {at}: the run holds the steps {_ranges(steps)}")
+    if weights is not None and weights not in kept:
+        raise UserError(f"--weights {weights}: the run kept the versions {_ranges(kept)}; choose one of them")
+    step = _last_usable(run, steps, kept, weights) if at is None else at
+    if not _filled(run, step):
+        raise UserError(f"--at {step}: no group was left for step {step} to train on; choose another one")
+    version = step if weights is None else weights
     if version not in kept:
-        raise UserError(f"--weights {version}: the run kept the versions {_ranges(kept)}; choose one of them")
+        raise UserError(
+            f"step {step} began with version {version}, whose weights were not kept; choose --weights among "
+            f"{_ranges(kept)}"
+        )
     return step, version
 
 
+def _last_usable(run: RunReader, steps: Sequence[int], kept: Sequence[int], weights: int | None) -> int:
+    """The last step that has groups, and whose tokens are no newer than the weights."""
+    for step in reversed(steps):
+        if (step in kept if weights is None else step <= weights) and _filled(run, step):
+            return step
+    under = "the versions that were kept" if weights is None else f"--weights {weights}"
+    raise UserError(f"{run.folder.path} has no step with groups that could be put under {under}; name one by --at")
+
+
+def _filled(run: RunReader, step: int) -> bool:
+    return any(consumed.place is not None for consumed in run.consumption(step))
+
+
 def kept_versions(run: RunReader) -> list[int]:
-    """Versions whose weights lie in the run folder."""
-    found = (path.stem.removeprefix("version-") for path in run.folder.weights.glob("version-*.safetensors"))
-    return sorted(int(number) for number in found if number.isdecimal())
+    """Published versions whose weights lie in the run folder."""
+    published = sorted({record.version for record in run.versions()})
+    return [version for version in published if weights_file(run, version).is_file()]
 
 
-async def compare(
+def steps_to_train(run: RunReader, first: int, wanted: int) -> list[int]:
+    """So many recorded steps from ``first`` on."""
+    steps = [record.step for record in run.steps() if record.step >= first]
+    if len(steps) < wanted:
+        raise UserError(
+            f"--train {wanted}: the run holds {count(len(steps), 'step')} from step {first} on; lower it, or begin "
+            "earlier with --at"
+        )
+    return steps[:wanted]
+
+
+def refuse_impossible(
     run: RunReader,
     config: RunConfig,
     objectives: Mapping[str, ObjectiveConfig],
-    *,
-    step: int,
+    steps: Sequence[int],
     version: int,
-    train: int,
-) -> dict[str, Any]:
-    """Everything that is printed and drawn, as one JSON object."""
+) -> None:
+    """Raise `UserError` for what would fail later: data newer than the weights, weights that are not those of the run,
+    models and data that are gone, rewards that an objective has no formula for."""
+    from nearpolicy.launch.build import reference_folder
+    from nearpolicy.launch.check import refuse
+    from nearpolicy.objectives.assign import assign_advantages
+
+    batches = [run.batch(step) for step in steps]
+    for place, batch in enumerate(batches):
+        refuse_without_baselines(run, batch, objectives)
+        newest = max((int(row.segment.versions.max(initial=0)) for row in batch.rows), default=0)
+        if version + place < newest:
+            raise UserError(
+                f"--weights {version}: step {batch.step} holds tokens of version {newest}, so these weights are older "
+                "than the data; choose that version or a later one"
+            )
+    for name, objective in objectives.items():
+        try:
+            refuse(config.model_copy(update={"objective": objective}), makes_run=False)
+            if objective.reference not in ("none", "initial"):
+                reference_folder(objective.reference)
+            for batch in batches:
+                assign_advantages(batch.groups, objective, max_completion_length=config.sampling.max_completion_length)
+        except UserError as error:
+            raise ConfigError(f"{name}: {error}") from error
+    from_the_start = [name for name, objective in objectives.items() if objective.reference == "initial"]
+    if from_the_start and 0 not in kept_versions(run):
+        raise UserError(
+            f"{from_the_start[0]}: objective.reference=initial is version 0, whose weights are not in "
+            f"{run.folder.weights}; name a model as objective.reference"
+        )
+    for needed in {version, *([0] if from_the_start else [])}:
+        weights_of(run, needed)
+
+
+def compare(workshop: Workshop, objectives: Mapping[str, ObjectiveConfig], *, step: int) -> dict[str, Any]:
+    """Everything that is printed and drawn of one batch, as one JSON object."""
     import numpy as np
 
     from nearpolicy.learner.gradients import GradientSketch, group_gradients
     from nearpolicy.objectives.comparison import cosine, distance
+    from nearpolicy.store.folder import finite
 
+    run, version = workshop.run, workshop.version
     batch = run.batch(step)
-    newest = max((int(row.segment.versions.max(initial=0)) for row in batch.rows), default=0)
-    if version < newest:
-        raise UserError(
-            f"--weights {version}: step {step} holds tokens of version {newest}, so these weights are older than the "
-            "data; choose that version or a later one"
-        )
-    refuse_without_baselines(run, batch, objectives)
-    workshop = Workshop(run, config, version)
     rows, gradients = {}, {}
     sketch = None
     for name, objective in objectives.items():
@@ -155,7 +247,7 @@ async def compare(
         sketch = sketch or GradientSketch(learner.policy)
         found = group_gradients(learner, batch, sketch)
         exact = group_gradients(workshop.learner(full_importance_sampling(objective)), batch, sketch)
-        gap = distance(found, exact, rounds=ROUNDS, seed=config.run.seed)
+        gap = distance(found, exact, rounds=ROUNDS, seed=workshop.config.run.seed)
         gradients[name] = found.gradient()
         rows[name] = _row(found) | {
             "gradient_norm_by_part": {
@@ -166,21 +258,22 @@ async def compare(
             "cosine_to_importance_sampling": cosine(gradients[name], exact.gradient()),
             "importance_sampling": None if gap is None else asdict(gap),
         }
+        workshop.say(f"{name}: gradient of step {step} under version {version}")
     staleness = [version - group.oldest_version for group in batch.groups]
-    result = {
-        "run": run.name,
-        "step": step,
-        "weights": version,
-        "groups": len(batch.groups),
-        "tokens": batch.num_tokens,
-        "staleness": {"mean": sum(staleness) / len(staleness), "max": max(staleness)},
-        "gradients": "exact" if sketch.is_exact else "sketched",
-        "objectives": rows,
-        "cosines": {a: {b: cosine(x, y) for b, y in gradients.items()} for a, x in gradients.items()},
-    }
-    if train:
-        result["trained"] = await workshop.train_each(objectives, first=step, steps=train)
-    return result
+    return finite(
+        {
+            "run": run.name,
+            "step": step,
+            "weights": version,
+            "groups": len(batch.groups),
+            "tokens": batch.num_tokens,
+            "staleness": {"mean": sum(staleness) / len(staleness), "max": max(staleness)},
+            "gradients": "exact" if sketch.is_exact else "sketched",
+            "objectives": rows,
+            "cosines": {a: {b: cosine(x, y) for b, y in gradients.items()} for a, x in gradients.items()},
+            "settings": {name: objective.model_dump(mode="json") for name, objective in objectives.items()},
+        }
+    )
 
 
 def refuse_without_baselines(run: RunReader, batch: Batch, objectives: Mapping[str, ObjectiveConfig]) -> None:
@@ -198,19 +291,18 @@ def refuse_without_baselines(run: RunReader, batch: Batch, objectives: Mapping[s
 
 def full_importance_sampling(objective: ObjectiveConfig) -> ObjectiveConfig:
     """The same advantages and divisor with whole-sequence importance weights, uncapped: no bias, any variance."""
-    from nearpolicy.objectives.config import ObjectiveConfig
+    from nearpolicy.objectives.config import SHAPING, ObjectiveConfig
 
-    kept = {
-        key: getattr(objective, key)
-        for key in ("mask_truncated_completions", "overlong_buffer", "overlong_penalty", "length_cost", "length_reward")
-    }
+    same = ["loss_agg", "mask_truncated_completions", "same_support", "overlong_penalty", *SHAPING]
+    if objective.kl_in == "reward" or objective.loss == "opd":
+        same += ["kl_coef", "kl_in", "kl_estimator", "reference"]
+    if objective.advantage not in ("vtrace", "teacher"):
+        same += ["advantage", "scale_rewards", "pass_k", "gamma"]
+    kept = {key: getattr(objective, key) for key in same}
     if objective.advantage == "vtrace":
         kept["advantage"] = "rloo"  # what V-trace is between equal policies at gamma 1
-    elif objective.advantage != "teacher":
-        kept |= {key: getattr(objective, key) for key in ("advantage", "scale_rewards", "pass_k", "gamma")}
-    return ObjectiveConfig(
-        loss="pg", correction="sequence_truncate", correction_cap=1e20, loss_agg=objective.loss_agg, **kept
-    )
+    loss = "opd" if objective.loss == "opd" else "pg"
+    return ObjectiveConfig(loss=loss, correction="sequence_truncate", correction_cap=1e20, **kept)
 
 
 def without_a_part(objective: ObjectiveConfig) -> dict[str, ObjectiveConfig]:
@@ -226,15 +318,20 @@ def without_a_part(objective: ObjectiveConfig) -> dict[str, ObjectiveConfig]:
 class Workshop:
     """The run's learner at one version of its weights, under one objective after another."""
 
-    def __init__(self, run: RunReader, config: RunConfig, version: int) -> None:
+    def __init__(
+        self, run: RunReader, config: RunConfig, version: int, say: Callable[[str], None] | None = None
+    ) -> None:
         from nearpolicy.launch import build
 
-        self._run = run
-        self._config = config
-        self._version = version
+        self.say = say or _say
+        self.run = run
+        self.config = config
+        self.version = version
         self._language = build.Language.of(config)
-        self._model = build.load_model(config, self._language, print)
+        self._model = build.load_model(config, self._language, self.say)
         self._learner: PolicyLearner | None = None
+        self._references: dict[str, PolicyModel | None] = {"none": None}
+        """By `objective.reference`: the models there, loaded once."""
 
     def learner(self, objective: ObjectiveConfig) -> PolicyLearner:
         """The learner with this objective, at the version's weights, with fresh moments."""
@@ -242,48 +339,64 @@ class Workshop:
 
         from nearpolicy.launch import build
         from nearpolicy.machine import num_cores
+        from nearpolicy.objectives.config import ObjectiveConfig
 
-        config = self._config.model_copy(update={"objective": objective})
+        config = self.config.model_copy(update={"objective": objective})
         if self._learner is None:
             threads = min(num_cores(), self._model.numerics.max_threads)
             torch.set_num_threads(threads)
-            self._learner = build.make_learner(config, self._language, self._model.numerics, threads=threads)
+            plain = self.config.model_copy(update={"objective": ObjectiveConfig()})
+            self._learner = build.make_learner(plain, self._language, self._model.numerics, threads=threads)
         learner = self._learner
+        if objective.reference not in self._references:
+            self._references[objective.reference] = build.load_reference(config, self._language, learner.policy)
+            if objective.reference == "initial":
+                self._load(self._references["initial"], 0)
         learner.objective = build.make_objective(config)
-        learner.reference = build.load_reference(config, self._language, learner.policy)
-        if objective.reference == "initial":
-            self._load(learner.reference.model, 0)
-        self._load(learner.policy.model, self._version)
-        learner.restart(self._version)
+        learner.reference = self._references[objective.reference]
+        learner.config = config.learner
+        self._load(learner.policy, self.version)
+        learner.restart(self.version)
         return learner
 
     async def train_each(
-        self, objectives: Mapping[str, ObjectiveConfig], *, first: int, steps: int
+        self, objectives: Mapping[str, ObjectiveConfig], steps: Sequence[int]
     ) -> dict[str, dict[str, Any]]:
-        """Objective -> metrics of its last step, and held-out accuracy before and after."""
+        """Objective -> metrics of each recorded step, and held-out accuracy before and after. A step is trained on with
+        the learning rate that it had in the run, whatever the version is."""
         from nearpolicy.objectives.assign import assign_advantages
 
-        recorded = [record.step for record in self._run.steps() if record.step >= first][:steps]
-        if len(recorded) < steps:
-            raise UserError(f"--train {steps}: the run holds {len(recorded)} steps from step {first} on")
         results: dict[str, dict[str, Any]] = {}
         before = await self._held_out(None)
         for name, objective in objectives.items():
             learner, lines = self.learner(objective), []
-            for step in recorded:
-                batch = self._run.batch(step)
+            for step in steps:
+                batch = self.run.batch(step)
                 rows = assign_advantages(
-                    batch.groups,
-                    objective,
-                    max_completion_length=self._config.sampling.max_completion_length,
+                    batch.groups, objective, max_completion_length=self.config.sampling.max_completion_length
                 )
-                lines.append(dict(learner.step(replace(batch, rows=rows)).metrics))
+                learner.config = self._as_in(step)
+                lines.append({"step": step, **learner.step(replace(batch, rows=rows)).metrics})
             results[name] = {
                 "steps": lines,
                 "held_out": {"before": before, "after": await self._held_out(learner)},
             }
-            print(f"{name}: trained on steps {recorded[0]} to {recorded[-1]}", flush=True)
+            self.say(f"{name}: trained on {count(len(steps), 'recorded step')} from step {steps[0]} on")
         return results
+
+    def _as_in(self, step: int) -> Any:
+        """The learner's settings with the rate of a recorded step."""
+        from nearpolicy.learner.schedule import learning_rate
+
+        config = self.config.learner
+        rate = learning_rate(
+            step,
+            peak=config.learning_rate,
+            schedule=config.lr_schedule,
+            warmup_steps=config.warmup_steps,
+            total_steps=self.config.run.steps,
+        )
+        return config.model_copy(update={"learning_rate": rate, "lr_schedule": "constant", "warmup_steps": 0})
 
     async def _held_out(self, learner: PolicyLearner | None) -> Mapping[str, object]:
         from nearpolicy.evaluate.evaluator import summary_of
@@ -291,16 +404,16 @@ class Workshop:
         from nearpolicy.models.weights import load_weights, named_weights
         from nearpolicy.verifier.service import VerifierService
 
-        config = self._config
+        config = self.config
         if not any(task.held_out for task in config.tasks):
             return {}
         if learner is None:
-            self._load(self._model.policy.model, self._version)
+            self._load(self._model.policy, self.version)
         else:
             load_weights(self._model.policy.model, named_weights(learner.policy.model))
         verifier = VerifierService({task.name: task.rewards for task in config.tasks}, config.verifier)
         await verifier.start()
-        parts = build.start_engine(config, self._language, self._model, lambda *_, **__: None, print)
+        parts = build.start_engine(config, self._language, self._model, lambda *_, **__: None, self.say)
         try:
             evaluator = build.make_evaluator(config, self._language, parts.runner, verifier)
             return summary_of(await evaluator.run(0, with_pass=False), config.evaluation.pass_k)
@@ -308,23 +421,53 @@ class Workshop:
             parts.runner.close()
             await verifier.close()
 
-    def _load(self, model: Any, version: int) -> None:
-        from safetensors.torch import load_file
-
+    def _load(self, policy: PolicyModel, version: int) -> None:
         from nearpolicy.models.weights import load_weights
 
-        load_weights(model, load_file(self._run.folder.weights / f"version-{version}.safetensors"))
+        try:
+            load_weights(policy.model, weights_of(self.run, version))
+        except SyncError as error:
+            raise RunFolderError(
+                f"{weights_file(self.run, version)} does not fit {self.config.model.path}, which the run was made "
+                f"with: {error}; put that model back"
+            ) from error
+
+
+def _say(text: str) -> None:
+    print(visible(text), flush=True)
+
+
+def weights_file(run: RunReader, version: int) -> Path:
+    return run.folder.weights / f"version-{version}.safetensors"
+
+
+def weights_of(run: RunReader, version: int) -> dict[str, Tensor]:
+    """The kept weights of a version, proved by the fingerprint under which the run published them."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    from nearpolicy.models.weights import digests, fingerprint
+
+    file, advice = weights_file(run, version), "fetch a copy of the run folder, or choose another --weights"
+    published = next(record.fingerprint for record in run.versions() if record.version == version)
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise RunFolderError(f"{file} cannot be read: {error}; {advice}") from error
+    if (found := fingerprint(digests(tensors))) != published:
+        raise RunFolderError(
+            f"{file} holds weights with the fingerprint {found}, and the run published version {version} as "
+            f"{published}; {advice}"
+        )
+    return tensors
 
 
 def _row(found: GroupGradients) -> dict[str, Any]:
     """What the table says of one objective."""
     import numpy as np
 
-    clipped = [
-        found.means[f"policy/clip_{side}_share"]
-        for side in ("low", "high")
-        if f"policy/clip_{side}_share" in found.means
-    ]
+    stopped = ("policy/clip_low_share", "policy/clip_high_share", "policy/outside_trust_share")
+    clipped = [found.means[name] for name in stopped if name in found.means]
     return {
         "loss": found.loss,
         "gradient_norm": float(np.linalg.norm(found.gradient())),
@@ -336,13 +479,47 @@ def _row(found: GroupGradients) -> dict[str, Any]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers)) if len(numbers) <= 12 else f"{numbers[0]} to {numbers[-1]}"
+    """Rising numbers, neighbours together: ``0 to 3, 5, 7 to 12``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    words = [f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return ", ".join(words if len(words) <= 12 else [*words[:10], "...", words[-1]])
 
 
-def _write(folder: Path, files: Mapping[str, str]) -> None:
+def _free_place(folder: Path, stem: str) -> Path:
+    """Where the page and the JSON go, without their endings: never over those of an earlier comparison."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            (folder / name).write_text(text, encoding="utf-8")
+        draft = folder / f".{stem}.tmp"
+        draft.touch()
+        draft.unlink()
     except OSError as error:
         raise RunFolderError(f"{folder} cannot be written ({error.strerror}); choose another --out") from error
+    return next(place for place in _names(folder / stem) if not any(map(os.path.exists, _files(place))))
+
+
+def _names(first: Path) -> Iterator[Path]:
+    yield first
+    number = 2
+    while True:
+        yield first.with_name(f"{first.name}-{number}")
+        number += 1
+
+
+def _files(place: Path) -> tuple[Path, Path]:
+    return place.with_name(f"{place.name}.json"), place.with_name(f"{place.name}.html")
+
+
+def _write(place: Path, result: Mapping[str, Any]) -> None:
+    from nearpolicy.launch.compare_page import comparison_page
+
+    texts = json.dumps(result, indent=1, allow_nan=False), comparison_page(result)
+    try:
+        for file, text in zip(_files(place), texts, strict=True):
+            file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunFolderError(f"{place} cannot be written ({error.strerror}); choose another --out") from error

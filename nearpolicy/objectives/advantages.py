@@ -32,6 +32,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from nearpolicy.errors import ObjectiveError
+
 LARGEST_REWARD = 1e30
 """Advantages are kept in float32, and a reward beyond this is a mistake somewhere."""
 
@@ -86,17 +88,17 @@ def reinforce_baseline(rewards_B_G: Sequence[Sequence[float | None]]) -> list[np
 
     The leave-one-out baseline of REINFORCE (Kool et al. 2019), taken over the batch: unbiased, since no baseline
     depends on its own rollout, and defined for one completion per prompt. It removes less variance than `rloo` where
-    prompts differ in difficulty. ValueError for a batch with fewer than two scored rollouts.
+    prompts differ in difficulty. ValueError for a batch of one scored rollout.
 
     Not the `reinforce_baseline` of OpenRLHF, which is `reinforce_plus_plus_baseline` here.
     """
     values, scored_B_G = _scored_batch(rewards_B_G)
-    if len(values) < 2:
+    if len(values) == 1:
         raise ValueError(
-            f"rewards_B_G has {len(values)} scored rollouts: a batch of one where the estimator needs two; "
+            "rewards_B_G has 1 scored rollout: a batch of one where the estimator needs two; "
             "use `reinforce`, or take more prompts per step"
         )
-    return _split(_minus_the_others(values), scored_B_G)
+    return _split(_minus_the_others(values) if len(values) else values, scored_B_G)
 
 
 def reinforce_plus_plus(rewards_B_G: Sequence[Sequence[float | None]]) -> list[np.ndarray]:
@@ -188,7 +190,7 @@ def grpo_passk(rewards_G: Sequence[float | None], *, k: int) -> np.ndarray:
     values, scored = _scored(rewards_G)
     for index, reward in enumerate(rewards_G):
         if reward is not None and reward not in (0, 1):
-            raise ValueError(
+            raise ObjectiveError(
                 f"rewards_G[{index}] is {reward}; pass@k needs rewards of 0 or 1: "
                 "take a binary reward alone, or another advantage"
             )
@@ -234,7 +236,7 @@ def _scored(rewards_G: Sequence[float | None], name: str = "rewards_G") -> tuple
 
 def _check(reward: float, name: str) -> None:
     if not abs(reward) <= LARGEST_REWARD:
-        raise ValueError(
+        raise ObjectiveError(
             f"{name} is {reward}; a reward is a finite number of at most {LARGEST_REWARD:g} in magnitude, or None "
             "where nothing scored the completion"
         )

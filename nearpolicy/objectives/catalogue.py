@@ -20,7 +20,7 @@ class Part:
     fixes: Mapping[str, Any] = field(default_factory=dict)
     """Settings that it decides -> the only value they can have."""
     prefers: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of other parts that have another default beside it."""
+    """Axes that have another default beside it, and settings of the part that it prefers there."""
     by_sequence: bool = False
     """It needs all tokens of a rollout at once."""
     rejects: bool = False
@@ -124,7 +124,8 @@ def default_of(key: str, settings: Mapping[str, Any], otherwise: Any = None) -> 
             return part.fixes[key]
     if key in AXES or any(key in part.reads for part in parts):
         for part in parts:
-            if key in part.prefers:
+            others = part.prefers.keys() & AXES.keys() - {key}
+            if key in part.prefers and all(settings.get(axis) == part.prefers[axis] for axis in others):
                 return part.prefers[key]
     for part in parts:
         if key in part.reads:

@@ -74,11 +74,11 @@ class ObjectiveConfig(ConfigModel):
     """Of `gae`: lambda of the policy's advantages. 1 compares the return with the value, 0 each value with the next;
     1.0 unless set. That of the critic's targets is `critic.gae_lambda`."""
     pass_k: PositiveInt | None = _by_parts("pass_k")
-    """k of `grpo_passk`; 4 unless set."""
+    """k of `grpo_passk`, less than `sampling.num_generations`; 4 unless set."""
     vtrace_rho: PositiveFloat | None = _by_parts("vtrace_rho")
     """Cap of the ratio in front of each temporal difference of `vtrace`; 1.0 unless set."""
     vtrace_c: PositiveFloat | None = _by_parts("vtrace_c")
-    """Cap of the ratios that carry later rewards back in `vtrace`; 1.0 unless set."""
+    """Cap of the ratios that carry later rewards back in `vtrace`, at most `vtrace_rho`; 1.0 unless set."""
     correction: Literal[
         "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"
     ] = _by_parts("correction", "token_truncate")
@@ -86,9 +86,11 @@ class ObjectiveConfig(ConfigModel):
     step. `token_truncate` weighs each token with their ratio, at most `correction_cap`; `none` only measures it."""
     correction_cap: PositiveFloat | None = _by_parts("correction_cap")
     """Largest ratio: beyond it the weight stays there (`*_truncate`) or the tokens are rejected (`*_mask`). Unless set:
-    2.0 for tokens, 5.0 for `sequence_truncate`, 3.0 for `sequence_mask`, 1.01 for `geometric_mask`."""
+    2.0 for tokens (5.0 for `token_mask` with `decoupled_ppo`), 5.0 for `sequence_truncate`, 3.0 for
+    `sequence_mask`, 1.01 for `geometric_mask`."""
     correction_floor: NonNegativeFloat | None = _by_parts("correction_floor")
-    """Smallest ratio, in the same sense. Unless set: 0.5 for `token_mask`, 0.99 for `geometric_mask`, else none."""
+    """Smallest ratio, in the same sense. Unless set: 0.5 for `token_mask` (none with `decoupled_ppo`), 0.99 for
+    `geometric_mask`, else none."""
     correction_weighted: bool | None = _by_parts("correction_weighted")
     """Whether what `token_mask` or `sequence_mask` keeps is weighed with its ratio; true unless set."""
     same_support: bool | None = None
@@ -182,7 +184,9 @@ class ObjectiveConfig(ConfigModel):
             *self._settings_without_use(),
             *self._token_advantage_problems(),
             *self._regulariser_problems(),
+            *self._reward_problems(),
             *self._baseline_problems(),
+            *self._band_problems(),
         ]
         if problems:
             raise ValueError("\n".join(problems))
@@ -204,15 +208,24 @@ class ObjectiveConfig(ConfigModel):
         return self.parts["advantage"].greedy_baseline
 
     def _fixed_axes(self) -> Iterator[str]:
+        decided: dict[str, dict[str, Any]] = {}
+        """Setting -> the parts that decide it, and what they decide."""
         for axis, part in self.parts.items():
             for key, value in part.fixes.items():
-                found = getattr(self, key)
-                if found != value:
-                    why = " (another weight would be applied twice)" if key == "correction" else ""
-                    yield (
-                        f"objective.{key}={found} cannot be set with objective.{axis}={getattr(self, axis)}, which "
-                        f"decides it: {value}{why}; leave it out"
-                    )
+                decided.setdefault(key, {})[f"objective.{axis}={getattr(self, axis)}"] = value
+        for key, by_part in decided.items():
+            (part, value), *others = by_part.items()
+            found = getattr(self, key)
+            if conflict := next(((other, theirs) for other, theirs in others if theirs != value), None):
+                yield (
+                    f"{part} decides objective.{key}: {value}, and {conflict[0]} decides it: {conflict[1]}; they do "
+                    "not go together, choose another of the two"
+                )
+            elif found != value:
+                why = " (another weight would be applied twice)" if key == "correction" else ""
+                yield (
+                    f"objective.{key}={found} cannot be set with {part}, which decides it: {value}{why}; leave it out"
+                )
 
     def _settings_without_use(self) -> Iterator[str]:
         parts = self.parts
@@ -281,10 +294,39 @@ class ObjectiveConfig(ConfigModel):
                 yield f"objective.{key} has no effect without objective.{switch}; leave it out or set that too"
             if getattr(self, key) is None and getattr(self, switch) is not None:
                 yield f"objective.{key} is empty, but objective.{switch} needs it; leave it out for its default"
-        if None not in (self.correction_floor, self.correction_cap) and self.correction_floor > self.correction_cap:
+
+    def _reward_problems(self) -> Iterator[str]:
+        """What changes rewards, beside an advantage that reads none or that cannot have them changed."""
+        shaping = [key for key in SHAPING if getattr(self, key)]
+        if self.loss == "opd":
+            if self.kl_coef:
+                yield (
+                    f"objective.kl_coef={self.kl_coef} has no effect with objective.loss=opd, whose reference is the "
+                    "teacher; leave it out"
+                )
+            for key in shaping:
+                yield (
+                    f"objective.{key}={getattr(self, key)} has no effect with objective.loss=opd, which trains on the "
+                    "teacher's word and not on rewards; leave it out"
+                )
+        elif self.advantage == "grpo_passk":
+            for key in [*shaping, *(["kl_in"] if self.kl_in == "reward" else [])]:
+                yield (
+                    f"objective.{key}={getattr(self, key)} changes rewards, and objective.advantage=grpo_passk needs "
+                    "them to be 0 or 1; leave it out, or take another advantage"
+                )
+
+    def _band_problems(self) -> Iterator[str]:
+        """Bounds that leave out what they should be around."""
+        agree = "the ratio of a token on which the policies agree"
+        if self.correction_cap is not None and self.correction_cap < 1:
+            yield f"objective.correction_cap={self.correction_cap} lies below 1, {agree}; use 1 or more"
+        if self.correction_floor is not None and self.correction_floor > 1:
+            yield f"objective.correction_floor={self.correction_floor} lies above 1, {agree}; use 1 or less"
+        if None not in (self.vtrace_rho, self.vtrace_c) and self.vtrace_c > self.vtrace_rho:
             yield (
-                f"objective.correction_floor={self.correction_floor} lies above "
-                f"objective.correction_cap={self.correction_cap}; nothing would be kept"
+                f"objective.vtrace_c={self.vtrace_c} lies above objective.vtrace_rho={self.vtrace_rho}, and V-trace is "
+                "defined up to there; set it to at most that"
             )
         if None not in (self.cov_low, self.cov_high) and self.cov_low > self.cov_high:
             yield f"objective.cov_low={self.cov_low} lies above objective.cov_high={self.cov_high}; lower it"
@@ -304,5 +346,7 @@ NOT_HERE = {
     ("reference", "adapter_off"): "needs adapters, and no recipe can train them yet; use initial",
 }
 """Settings that other trainers have, and why they are refused here."""
+SHAPING = ("overlong_buffer", "length_cost", "length_reward", "diversity_bonus")
+"""Settings that change rewards before they are compared."""
 _NEUTRAL = {"scale_rewards": "none"}
 """Values that say nothing where no part reads the setting."""

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from nearpolicy.errors import ObjectiveError
 from nearpolicy.objectives.advantages import LARGEST_REWARD, grpo
 
 
@@ -136,7 +137,9 @@ def vtrace(
         targets.append(target_after)
         value_after = value
     if not np.isfinite(targets).all() or not np.isfinite(advantages).all():
-        raise ValueError(f"c_bar is {c_bar} and its product over {len(places)} tokens overflows; use c_bar at most 1")
+        raise ObjectiveError(
+            f"c_bar is {c_bar} and its product over {len(places)} tokens overflows; use c_bar at most 1"
+        )
     return _placed(targets[::-1], places, len(mask_T)), _placed(advantages[::-1], places, len(mask_T))
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nearpolicy.objectives import aggregation, corrections, losses, regularisers
+from nearpolicy.objectives import aggregation, corrections, losses, preference, regularisers
 from nearpolicy.objectives.config import ObjectiveConfig
 from nearpolicy.objectives.corrections import Correction
 from nearpolicy.objectives.sequences import Sequences, held_back
@@ -294,7 +294,8 @@ class Supervised:
     same_support: bool = False
 
     def token_losses(self, tokens: Tokens) -> TokenLosses:
-        return TokenLosses(losses=-tokens.logprobs, kept=torch.ones_like(tokens.advantages, dtype=torch.bool), named={})
+        kept = torch.ones_like(tokens.advantages, dtype=torch.bool)
+        return TokenLosses(losses=preference.maximum_likelihood(tokens.logprobs), kept=kept, named={})
 
     def shares(self, kept: Tensor, sequences: Sequences) -> Tensor:
         return aggregation.shares(kept, sequences, "token_mean", 1)

@@ -86,7 +86,7 @@ class RunFolder:
         if missing:
             raise ValueError(f"the summary of {self.path} lacks {', '.join(missing)}")
         draft = self.summary.with_suffix(".json.tmp")
-        draft.write_text(json.dumps(_finite(summary), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        draft.write_text(json.dumps(finite(summary), indent=2, allow_nan=False) + "\n", encoding="utf-8")
         draft.replace(self.summary)
 
 
@@ -156,12 +156,12 @@ def _next_numbered(parent: Path, name: str) -> Path:
         raise RunFolderError(f"no run folder can be made under {parent}: {error}. Choose another run.dir") from error
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """The same value with null for every number that JSON cannot say."""
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     return value

@@ -12,13 +12,31 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import safetensors.numpy
+from safetensors import SafetensorError
 
+from nearpolicy.errors import described
 from nearpolicy.records import Finish, Segment
+
+
+class PayloadError(ValueError):
+    """Bytes that were not written here, or are not what was written."""
+
+
+@contextmanager
+def _undamaged() -> Iterator[None]:
+    try:
+        yield
+    except PayloadError:
+        raise
+    except (SafetensorError, ValueError, LookupError, TypeError, RecursionError, OverflowError) as error:
+        raise PayloadError(f"stored values cannot be read ({described(error)})") from error
+
 
 _ARRAYS = ("context_ids", "token_ids", "mask", "behavior_logprobs", "versions")
 
@@ -32,6 +50,7 @@ def encode_segments(segments: Sequence[Segment]) -> bytes:
     return _container(arrays, {"finish": ",".join(segment.finish.value for segment in segments)})
 
 
+@_undamaged()
 def decode_segments(data: bytes) -> tuple[Segment, ...]:
     arrays = decode_arrays(data)
     # safetensors.numpy.load drops the metadata, which stands in the header: eight bytes of length, then JSON.
@@ -55,6 +74,7 @@ def encode_arrays(arrays: Mapping[str, np.ndarray]) -> bytes:
     return _container(arrays, None)
 
 
+@_undamaged()
 def decode_arrays(data: bytes) -> dict[str, np.ndarray]:
     arrays = safetensors.numpy.load(data)
     for values in arrays.values():
@@ -76,6 +96,7 @@ def encode_text(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
+@_undamaged()
 def decode_text(data: bytes) -> str:
     return data.decode("utf-8", "surrogatepass")
 
@@ -85,6 +106,7 @@ def encode_json(value: Any) -> bytes:
     return encode_text(json.dumps(_plain(value), ensure_ascii=False, allow_nan=False))
 
 
+@_undamaged()
 def decode_json(data: bytes) -> Any:
     return json.loads(decode_text(data), object_hook=_untag)
 

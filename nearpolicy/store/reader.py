@@ -36,7 +36,7 @@ from nearpolicy.records import (
     VersionRecord,
 )
 from nearpolicy.store.folder import RunFolder
-from nearpolicy.store.payload import decode_arrays, decode_json, decode_segments, decode_text, encode_text
+from nearpolicy.store.payload import PayloadError, decode_arrays, decode_json, decode_segments, decode_text, encode_text
 from nearpolicy.store.schema import APPLICATION_ID, SCHEMA_VERSION, EvaluatedSample
 
 
@@ -101,7 +101,7 @@ class RunReader:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close()
-        if isinstance(error, sqlite3.DatabaseError):
+        if isinstance(error, sqlite3.DatabaseError | PayloadError):
             raise RunFolderError(f"{self.folder.store} is damaged: {error}; fetch a copy of the run folder") from error
 
     # The run as a whole.
@@ -365,7 +365,7 @@ def check_store(folder: RunFolder) -> sqlite3.Connection:
         connection = _connect_read_only(folder.store)
         schema = connection.execute("PRAGMA user_version").fetchone()[0]
         mark = connection.execute("PRAGMA application_id").fetchone()[0]
-    except sqlite3.DatabaseError as error:
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter in what sqlite says of a broken schema
         raise RunFolderError(f"{folder.store} cannot be read as the store of a run: {error}") from error
     if mark == APPLICATION_ID and 1 <= schema <= SCHEMA_VERSION:
         return connection

@@ -342,6 +342,13 @@ def test_a_model_folder_whose_size_cannot_be_read_is_refused_by_name(run, recipe
     refused(run("check", recipe, f"model.path={tmp_path}"), f"model.path {tmp_path}", says)
 
 
+def test_a_reference_with_another_vocabulary_is_refused(run, recipe, tmp_path):
+    config = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 10}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = run("check", recipe, "objective.kl_coef=0.1", f"objective.reference={tmp_path}")
+    refused(found, f"objective.reference {tmp_path} has a vocabulary of 10 tokens and the policy one of 272")
+
+
 def test_a_broken_gguf_and_a_name_no_hub_knows_are_refused_by_name(tmp_path, monkeypatch):
     package = tmp_path / "llm_broken"
     package.mkdir()

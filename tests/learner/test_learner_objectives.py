@@ -150,9 +150,7 @@ def test_tokens_that_a_correction_rejects_leave_sum_and_divisor_and_are_told_as_
 
 def test_an_update_whose_tokens_are_all_rejected_is_not_made():
     rows = near_rows(3)
-    learner = make(
-        ObjectiveConfig(correction="token_mask", correction_floor=30.0, correction_cap=40.0), weight_decay=0.5
-    )
+    learner = make(ObjectiveConfig(correction="token_mask", correction_floor=1.0, correction_cap=1.0), weight_decay=0.5)
     before = weights(learner.policy)
     report = learner.step(batch_of(rows))
     assert torch.equal(weights(learner.policy), before)

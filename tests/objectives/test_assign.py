@@ -127,6 +127,12 @@ def test_a_group_that_is_left_out_gives_no_rows():
     assert {row.group for row in rows} == {0}
 
 
+@pytest.mark.parametrize("advantage", [name for name in ADVANTAGES if name != "teacher"])
+def test_a_step_whose_groups_are_all_left_out_has_no_rows(advantage):
+    config = ObjectiveConfig(advantage=advantage)
+    assert assign_advantages([plain_group(0, [1.0, 1.0])], config, left_out=lambda group: "zero_variance") == ()
+
+
 def annotations(groups, own, reference=None) -> Annotations:
     """The same log-probability for each token of the policy, or a function of (group, sample, segment, length)."""
 

@@ -97,6 +97,18 @@ def test_no_combination_applies_two_weights_for_the_behaviour_policy():
         ({"loss": "opd", "advantage": "grpo", "reference": "x"}, "objective.advantage=grpo cannot be set"),
         ({"entropy_step": 0.1}, "objective.entropy_step has no effect without objective.entropy_target"),
         ({"overlong_penalty": 1.0}, "objective.overlong_penalty has no effect without objective.overlong_buffer"),
+        ({"correction": "sequence_mask", "correction_cap": 0.5}, "objective.correction_cap=0.5 lies below 1"),
+        ({"advantage": "vtrace", "vtrace_c": 2.0}, "objective.vtrace_c=2.0 lies above objective.vtrace_rho=1.0"),
+        ({"advantage": "vtrace", "vtrace_rho": 0.5}, "objective.vtrace_c=1.0 lies above objective.vtrace_rho=0.5"),
+        (
+            {"loss": "kimi", "advantage": "reinforce_plus_plus"},
+            "objective.loss=kimi decides objective.scale_rewards: none, and objective.advantage=reinforce_plus_plus",
+        ),
+        ({"loss": "opd", "reference": "x", "length_cost": 0.1}, "objective.length_cost=0.1 has no effect"),
+        ({"loss": "opd", "reference": "x", "overlong_buffer": 4}, "objective.overlong_buffer=4 has no effect"),
+        ({"loss": "opd", "reference": "x", "kl_coef": 0.1}, "objective.kl_coef=0.1 has no effect with objective.loss"),
+        ({"advantage": "grpo_passk", "diversity_bonus": 0.5}, "objective.diversity_bonus=0.5 changes rewards"),
+        ({"advantage": "grpo_passk", "kl_coef": 0.1, "kl_in": "reward"}, "objective.kl_in=reward changes rewards"),
         ({"loss": "clip_cov", "cov_low": 6.0}, "objective.cov_low=6.0 lies above objective.cov_high"),
         ({"dual_clip": 0.5}, "greater than 1"),
         ({"kl_coef": -0.1}, "greater than or equal to 0"),
@@ -118,6 +130,16 @@ def test_decoupled_ppo_takes_the_published_mask_and_yields_to_another():
     assert (config.correction, config.correction_cap, config.correction_floor) == ("token_mask", 5.0, None)
     assert ObjectiveConfig(loss="decoupled_ppo", correction="none").correction_cap is None
     assert default_of("correction_cap", {"loss": "ppo_clip", "correction": "token_mask"}) == 2.0
+
+
+def test_decoupled_ppo_leaves_other_corrections_their_own_bounds():
+    for correction, part in CORRECTIONS.items():
+        config = ObjectiveConfig(loss="decoupled_ppo", correction=correction)
+        if correction != "token_mask":
+            assert (config.correction_cap, config.correction_floor) == (
+                part.reads.get("correction_cap"),
+                part.reads.get("correction_floor"),
+            )
 
 
 def test_lambda_is_one_number_or_follows_the_length():

@@ -501,3 +501,14 @@ def test_a_damaged_store_is_a_message(tmp_path):
         RunReader(folder.path) as run,
     ):
         list(run.rollouts())
+
+
+def test_a_store_that_sqlite_can_read_but_whose_values_are_damaged_is_a_message(tmp_path):
+    folder = make_run(tmp_path)
+    with contextlib.closing(sqlite3.connect(folder.store)) as db:
+        for (trigger,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
+            db.execute(f"DROP TRIGGER {trigger}")
+        db.execute("UPDATE rollouts SET payload = x'00112233'")
+        db.commit()
+    with pytest.raises(RunFolderError, match=r"store\.sqlite is damaged: stored values"), RunReader(folder.path) as run:
+        list(run.rollouts())
