@@ -73,7 +73,8 @@ def test_unknown_key_on_the_command_line_names_the_override(load):
         ("learner: {lr: 1e-5}\n", "`lr` is called `learner.learning_rate` here"),
         ("rollout: {n: 8}\n", "`rollout.n` is called `sampling.num_generations` here"),
         ("objective: {entropy_coeff: 0.1}\n", "`entropy_coeff` is called `objective.entropy_coef` here"),
-        ("generator: {oversample: 1.5}\n", "this version has no over-provisioned generation"),
+        ("generator: {oversample: 1.5}\n", "set queue.order: ready and queue.at_bound: drop or requeue"),
+        ("queue: {at_bound: drop}\n", "queue.at_bound=drop has no effect with queue.order=admission"),
     ],
 )
 def test_foreign_spelling_gets_its_name_here(load, written, named):

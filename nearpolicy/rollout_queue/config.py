@@ -44,9 +44,9 @@ class QueueConfig(ConfigModel):
     recorded can be trained on again. `ready`: finished groups go first as far as the bound allows; faster with
     stragglers."""
     at_bound: Literal["wait", "drop", "requeue"] = "wait"
-    """With `order: ready`, what happens to groups that would pass the bound. `wait`: the learner waits for them in time.
-    `drop`: it does not; groups beyond the bound, finished or not, expire after the step. `requeue`: their prompts are
-    asked once more."""
+    """With `order: ready`, what happens to groups that would pass the bound. `wait`: the learner waits for them in
+    time. `drop`: it does not; groups beyond the bound, finished or not, expire after the step. `requeue`: their prompts
+    are asked once more."""
     drop_zero_variance_groups: bool = False
     """Leave groups whose scored completions all have one reward (with `remax`: that of the greedy one) out of the
     batch. Their place stays empty; the divisor counts what is left."""
