@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LARGEST_KEPT = 1 << 30
 
 
@@ -44,6 +44,7 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
         mallopt(_M_TRIM_THRESHOLD, _LARGEST_KEPT)
+        mallopt(_M_ARENA_MAX, 1)  # what one role's thread has freed serves the others
 
 
 def prepared_too_late() -> bool:

@@ -25,6 +25,15 @@ STOP_S = 30.0
 """What running groups get at the end of a run to come back with what they have; their tokens are lost after it."""
 
 
+@dataclass(slots=True)
+class Ahead:
+    """How far a step has come before its batch was complete."""
+
+    groups: int = 0
+    rows: tuple[Row, ...] = ()
+    waited: float = 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
     """One training run over given roles."""
@@ -42,6 +51,8 @@ class Pipeline:
     num_slots: int
     weight_sync_steps: int = 1
     first_step: int = 0
+    streaming: bool = False
+    """The learner takes up the groups of a step as they come, not only when all are there."""
 
     async def run(self) -> None:
         """Generate and verify in the background, learn and sync in front; ends with the last step.
@@ -68,12 +79,12 @@ class Pipeline:
         failed_before = filtered_before = 0
         for step in range(self.first_step, self.num_steps):
             begin = time.monotonic()
-            groups = await self.queue.take(self.prompts_per_step)
-            waited = time.monotonic() - begin
-            self.telemetry.event("learner", "idle", seconds=waited, cause="no batch")
+            ahead = await self._learn_ahead() if self.streaming else Ahead()
+            groups = await self._waiting(ahead, self.queue.take(self.prompts_per_step))
             if not groups:
                 break  # the data ended
-            batch = Batch(step=step, places=self.prompts_per_step, groups=tuple(groups), rows=self.assemble(groups))
+            waited, rows = ahead.waited, (*ahead.rows, *self.assemble(groups[ahead.groups :]))
+            batch = Batch(step=step, places=self.prompts_per_step, groups=tuple(groups), rows=rows)
             report = await self.learner.step(batch)
             self.queue.complete(step)
             self.store.consumed(batch, report, token_fates(batch, report))
@@ -89,6 +100,25 @@ class Pipeline:
                 break
         if unpublished is not None:  # the run ended between two publications
             await self._publish(unpublished)
+
+    async def _learn_ahead(self) -> Ahead:
+        """Begin the step with each group as soon as it and those before it are there, until the batch is complete."""
+        ahead = Ahead()
+        while True:
+            sure = await self._waiting(ahead, self.queue.peek(self.prompts_per_step, ahead.groups))
+            if not ahead.groups < len(sure) < self.prompts_per_step:
+                return ahead
+            ahead.rows += self.assemble(sure[ahead.groups :])
+            ahead.groups = len(sure)
+            await self.learner.learn_ahead(ahead.rows)
+
+    async def _waiting(self, ahead: Ahead, groups: Awaitable[Sequence[Group]]) -> Sequence[Group]:
+        begin = time.monotonic()
+        found = await groups
+        seconds = time.monotonic() - begin
+        ahead.waited += seconds
+        self.telemetry.event("learner", "idle", seconds=seconds, cause="no batch")
+        return found
 
     async def _publish(self, version: int) -> None:
         begin = time.monotonic()

@@ -21,6 +21,7 @@ from nearpolicy.records import (
     Group,
     Prompt,
     Rollout,
+    Row,
     Segment,
     StepReport,
     Verdict,
@@ -204,6 +205,11 @@ class RolloutQueue(Protocol):
 
     def fill(self, slot: Slot, group: Group) -> None: ...
 
+    async def peek(self, count: int, known: int) -> Sequence[Group]:
+        """The first groups of the next ``take(count)``, as far as they are sure; waits until they are more than
+        ``known``, or until `take` would return. The groups stay in the queue."""
+        ...
+
     async def take(self, count: int) -> Sequence[Group]:
         """The next ``count`` groups; fewer only when no admission is left. A `UserError` if all that comes fails."""
         ...
@@ -227,6 +233,11 @@ class RolloutQueue(Protocol):
 
 class Learner(Protocol):
     """Holds the weights that change."""
+
+    async def learn_ahead(self, rows: Sequence[Row]) -> None:
+        """Begin the coming step with the rows of its first groups, all that are known so far; `step` gets them first in
+        its batch. What is learnt is the same, to the bit, as without this."""
+        ...
 
     async def step(self, batch: Batch) -> StepReport: ...
 

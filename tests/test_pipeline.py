@@ -79,8 +79,13 @@ class World:
         steps: int = 3,
         straggling: float = 0.0,
         failing: float = 0.0,
+        streaming: bool = False,
     ) -> None:
         self.clock = clock
+        self.streaming = streaming
+        self.ahead: list[int] = []
+        """Groups of the coming step that were learnt before it."""
+        self.most_ahead = 0
         self.per_step, self.bound, self.publish_every, self.steps = per_step, bound, publish_every, steps
         self.straggling, self.failing = straggling, failing
         self.generator_version = self.learner_version = self.published_version = 0
@@ -117,6 +122,7 @@ class World:
             "prompts_per_step": self.per_step,
             "num_slots": (self.bound + 1) * self.per_step,
             "weight_sync_steps": self.publish_every,
+            "streaming": self.streaming,
         }
         return Pipeline(**parts | changed)
 
@@ -146,8 +152,18 @@ class World:
 
     # Learner.
 
+    async def learn_ahead(self, rows: Sequence[Row]) -> None:
+        groups = list(dict.fromkeys(row.group for row in rows))
+        assert groups[: len(self.ahead)] == self.ahead and len(groups) > len(self.ahead)
+        self.ahead = groups
+        self.most_ahead = max(self.most_ahead, len(groups))
+        await self.clock.wait()
+
     async def step(self, batch: Batch) -> StepReport:
         assert batch.step == self.learner_version
+        assert [group.index for group in batch.groups][: len(self.ahead)] == self.ahead
+        assert [row.group for row in batch.rows] == [group.index for group in batch.groups for _ in group.rollouts]
+        self.ahead = []
         for group in batch.groups:
             self.staleness.append(batch.step - group.oldest_version)
         self.batches.append([group.index for group in batch.groups])
@@ -257,6 +273,7 @@ def runs(draw) -> dict:
         "steps": draw(st.integers(1, 6)),
         "straggling": draw(st.sampled_from([0.0, 0.2])),
         "failing": draw(st.sampled_from([0.0, 0.2])),
+        "streaming": draw(st.booleans()),
     }
 
 
@@ -293,6 +310,14 @@ def test_admission_order_gives_the_same_batches_under_every_schedule():
     options = {"per_step": 3, "bound": 2, "publish_every": 2, "steps": 5, "straggling": 0.3, "failing": 0.2}
     batches = [run_world(seed, **options).batches for seed in range(15)]
     assert all(each == batches[0] for each in batches)
+
+
+def test_the_learner_begins_with_the_groups_that_are_there_while_others_run():
+    options = {"per_step": 4, "bound": 0, "steps": 4, "straggling": 0.3}
+    worlds = [run_world(seed, streaming=True, **options) for seed in range(10)]
+    assert max(world.most_ahead for world in worlds) == 3
+    assert all(world.batches == run_world(0, **options).batches for world in worlds)
+    assert run_world(0, streaming=True, order="ready", **options).most_ahead == 0  # nothing is sure before all is there
 
 
 def test_with_staleness_zero_every_token_is_of_the_weights_that_it_trains():

@@ -69,10 +69,13 @@ class SamplingConfig(ConfigModel):
 class GeneratorConfig(ConfigModel):
     """Section `generator`: the embedded engine."""
 
-    on_sync: Literal["finish", "resume"] = "finish"
+    on_sync: Literal["finish", "resume", "continue"] = "finish"
     """What happens to running sequences when new weights arrive. `finish`: they end under the weights they started
     with, new ones wait (after `sync.timeout_s` as `resume`). `resume`: they pause, their prefix is computed again
-    under the new weights, and they go on; every token keeps the version that sampled it."""
+    under the new weights, and they go on. `continue`: they go on at once, on the keys and values that the old weights
+    made of their past tokens: no work is done twice, and their new tokens come from a mixture of both weights that the
+    learner cannot repeat, so engine and learner differ there even with exact numerics. Every token keeps the version
+    that sampled it."""
     max_running: PositiveInt = 64
     """Sequences decoded at once."""
     kv_memory_mb: float | None = Field(None, gt=0, le=1e9)
@@ -80,5 +83,4 @@ class GeneratorConfig(ConfigModel):
     prefill_chunk: PositiveInt = 512
     """Prompt tokens computed in one forward pass beside the running sequences."""
     threads: PositiveInt | None = None
-    """Threads inside one operation of the engine. Left out: one if the learner may run at the same time, else all
-    cores."""
+    """Threads inside one operation of the engine. Left out: one while the learner works, all cores while it rests."""

@@ -25,7 +25,7 @@ from nearpolicy.generator.scheduler import Plan, Scheduler, Sequence
 from nearpolicy.models.numerics import Numerics
 from nearpolicy.models.policy import PolicyModel
 from nearpolicy.models.shapes import attention_shapes
-from nearpolicy.models.weights import digests, load_weights, named_weights, require_held
+from nearpolicy.models.weights import load_and_digest, require_held
 from nearpolicy.records import Finish
 from nearpolicy.roles import Completion, Request, Weights
 
@@ -243,16 +243,20 @@ class Engine:
         """Forget all keys and values; running sequences are computed again from their tokens and go on."""
         self.scheduler.interrupt_all()
 
-    def load(self, weights: Weights) -> Mapping[str, str]:
-        """Compute under these weights from now on. Nothing computed under older ones is used again.
+    def load(self, weights: Weights, *, keep_running: bool = False) -> Mapping[str, str]:
+        """Compute under these weights from now on. What runs is computed again from its tokens and goes on; with
+        ``keep_running`` it goes on at once, on the keys and values of its past tokens as the older weights made them.
+        Nothing else computed under older weights is used again.
 
         The version changes only after the memory computed from has the digests that were sent. If this raises, no
         token may be sampled until another load succeeds: nobody knows which weights these are.
         """
         version = weights.record.version
-        self.interrupt()
-        load_weights(self.policy.model, weights.tensors)
-        shown = digests(named_weights(self.policy.model))
+        if keep_running:
+            self.scheduler.forget_prefixes()
+        else:
+            self.interrupt()
+        shown = load_and_digest(self.policy.model, weights.tensors)
         require_held("the engine", version, weights.digests, shown)
         self.scheduler.version = version
         return shown

@@ -71,10 +71,17 @@ class EngineRunner:
         on_sync: str = "finish",
         sync_timeout_s: float = 120.0,
         threads: int = 1,
+        threads_alone: int | None = None,
         numerics: str = "exact",
         on_event: Callable[..., None] | None = None,
     ) -> None:
-        """``sync_timeout_s``: with ``on_sync="finish"``, how long a publication waits for running sequences."""
+        """``sync_timeout_s``: with ``on_sync="finish"``, how long a publication waits for running sequences.
+        ``threads``: inside one operation while others work (`others_work`); ``threads_alone``: while they do not."""
+        self._threads = threads
+        self._threads_alone = threads_alone or threads
+        self.others_work: Callable[[], bool] = lambda: False
+        """Whether other roles need their share of the cores at the moment; asked before every forward pass. With exact
+        numerics the bits do not depend on the answer."""
         self._engine = engine
         self._on_sync = on_sync
         self._sync_timeout_s = sync_timeout_s
@@ -90,7 +97,7 @@ class EngineRunner:
         self._ended: NearpolicyError | None = None
         self._ending = threading.Lock()
         """Held to ask whether the thread has ended and to queue a command, so that none is left without an answer."""
-        self._thread = threading.Thread(target=self._run, args=(threads,), name="generator", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="generator", daemon=True)
         self._thread.start()
 
     async def submit(self, request: Request) -> AsyncIterator[Completion]:
@@ -120,10 +127,6 @@ class EngineRunner:
 
     async def resume(self) -> None:
         await self._call(lambda: self._set_paused(False))
-
-    async def set_threads(self, threads: int) -> None:
-        """Threads inside one operation from now on; with exact numerics the bits do not depend on it."""
-        await self._call(lambda: self._set_threads(threads))
 
     async def load(self, weights: Weights) -> Mapping[str, str]:
         """Compute under these weights from now on. Cancelled before that began, it leaves the old ones in place; if it
@@ -168,13 +171,13 @@ class EngineRunner:
 
     # Everything below runs in the engine's thread.
 
-    def _run(self, threads: int) -> None:
+    def _run(self) -> None:
         torch.set_flush_denormal(True)
-        self._set_threads(threads)
         try:
             while self._obey():
                 self._load_if_due()
                 if self._engine.scheduler.has_work and not self._stands:
+                    self._take_cores()
                     self._deliver(self._engine.step())
             ended = EngineError("the generator is closed")
         except UserError as error:
@@ -217,7 +220,8 @@ class EngineRunner:
         if self._subscribers.get(request_id) is subscriber:  # not another request of the same name
             self._abort({request_id})
 
-    def _set_threads(self, threads: int) -> None:
+    def _take_cores(self) -> None:
+        threads = self._threads if self.others_work() else self._threads_alone
         torch.set_num_threads(threads)
         self._engine.threads = threads
 
@@ -254,7 +258,7 @@ class EngineRunner:
             return
         begin = time.perf_counter()
         try:
-            shown = self._engine.load(weights)
+            shown = self._engine.load(weights, keep_running=self._on_sync == "continue")
         except Exception as error:
             self._unproved = True
             done.set_exception(error)

@@ -98,9 +98,8 @@ class EngineParts:
 
     engine: Engine
     runner: EngineRunner
-    threads: int
-    """Beside the learner; `all_threads` when nothing else runs."""
     all_threads: int
+    """What one operation may use while nothing else runs."""
 
 
 def start_engine(
@@ -108,7 +107,8 @@ def start_engine(
 ) -> EngineParts:
     """Size the pages, start the thread."""
     policy, numerics = model.policy, model.numerics
-    threads = _threads("generator", role_threads(config, num_cores())[0], config.generator.threads, numerics, say)
+    threads = _threads("generator", role_threads(config)[0], config.generator.threads, numerics, say)
+    all_threads = min(num_cores(), numerics.max_threads)
     limits = EngineLimits.sized(
         policy,
         max_running=config.generator.max_running,
@@ -122,11 +122,11 @@ def start_engine(
         on_sync=config.generator.on_sync,
         sync_timeout_s=config.sync.timeout_s,
         threads=threads,
+        threads_alone=all_threads if config.generator.threads is None else threads,
         numerics=model.mode,
         on_event=on_event,
     )
-    all_threads = min(num_cores(), numerics.max_threads)
-    return EngineParts(engine=engine, runner=runner, threads=threads, all_threads=all_threads)
+    return EngineParts(engine=engine, runner=runner, all_threads=all_threads)
 
 
 def choose_numerics(config: RunConfig, policy: PolicyModel, say: Callable[[str], None]) -> tuple[str, Numerics]:
@@ -155,10 +155,11 @@ def start_learner(
 ) -> LearnerInThread:
     """Load the learner's own copy of the model, and start its thread.
 
-    Unless `learner.threads` says otherwise, it takes the engine's core too while the engine has nothing to do.
+    Engine and learner have one core each while both work; unless `generator.threads` or `learner.threads` say
+    otherwise, each takes all of them while the other has nothing to do.
     """
     numerics, runner = model.numerics, engine.runner
-    threads = usual = _threads("learner", role_threads(config, num_cores())[1], config.learner.threads, numerics, say)
+    threads = usual = _threads("learner", role_threads(config)[1], config.learner.threads, numerics, say)
     threads_now = None
     if config.learner.threads is None and usual < engine.all_threads:
         threads = engine.all_threads
@@ -171,7 +172,9 @@ def start_learner(
         threads_now=threads_now,
         on_event=on_event,
     )
-    return LearnerInThread(learner, RoleThread("learner", threads))
+    thread = RoleThread("learner", threads)
+    runner.others_work = lambda: thread.is_busy
+    return LearnerInThread(learner, thread)
 
 
 def make_learner(

@@ -294,11 +294,14 @@ def _machine(config: RunConfig) -> Lines:
     from nearpolicy.launch.sizes import role_threads, versions
     from nearpolicy.machine import num_cores
 
-    engine, learner = role_threads(config, num_cores())
-    yield "cores", str(num_cores())
-    borrows = config.learner.threads is None and learner < num_cores()
-    more = f" ({num_cores()} while the engine has nothing to do)" if borrows else ""
-    yield "threads", f"engine {engine}, learner {learner}{more}"
+    cores = num_cores()
+    yield "cores", str(cores)
+    parts = []
+    for role, other, threads in zip(("engine", "learner"), ("learner", "engine"), role_threads(config), strict=True):
+        fixed = config.generator.threads if role == "engine" else config.learner.threads
+        more = f" ({cores} while the {other} rests)" if fixed is None and threads < cores else ""
+        parts.append(f"{role} {threads}{more}")
+    yield "threads", ", ".join(parts)
     yield "python", platform.python_version()
     yield "packages", ", ".join(f"{name} {version}" for name, version in versions().items())
 

@@ -302,7 +302,6 @@ class Workshop:
         await verifier.start()
         parts = build.start_engine(config, self._language, self._model, lambda *_, **__: None, print)
         try:
-            await parts.runner.set_threads(parts.all_threads)
             evaluator = build.make_evaluator(config, self._language, parts.runner, verifier)
             return summary_of(await evaluator.run(0, with_pass=False), config.evaluation.pass_k)
         finally:

@@ -58,7 +58,6 @@ async def evaluate(config: RunConfig, folder: Path | None) -> list[EvaluatedSamp
         model = build.load_model(config, language, print)
         parts = build.start_engine(config, language, model, _silent, print)
         try:
-            await parts.runner.set_threads(parts.all_threads)
             evaluator = build.make_evaluator(config, language, parts.runner, verifier)
             assert evaluator is not None  # refused above
             print(f"evaluating on {evaluator.plan(with_pass=True)}", flush=True)

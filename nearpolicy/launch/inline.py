@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from nearpolicy.learner.step import PolicyLearner
-from nearpolicy.records import Batch, StepReport
+from nearpolicy.records import Batch, Row, StepReport
 from nearpolicy.roles import Weights
 
 
@@ -22,9 +22,19 @@ class RoleThread:
             max_workers=1, thread_name_prefix=name, initializer=_settle, initargs=(threads,)
         )
 
+        self.is_busy = False
+        """Whether it computes. May be asked from any thread; the answer may be old at once."""
+
     async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run there, in the order of the calls."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._busy_with, function, *arguments)
+
+    def _busy_with(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        self.is_busy = True
+        try:
+            return function(*arguments)
+        finally:
+            self.is_busy = False
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
@@ -41,6 +51,9 @@ class LearnerInThread:
     def __init__(self, learner: PolicyLearner, thread: RoleThread) -> None:
         self.inner = learner
         self._thread = thread
+
+    async def learn_ahead(self, rows: Sequence[Row]) -> None:
+        await self._thread.call(self.inner.learn_ahead, rows)
 
     async def step(self, batch: Batch) -> StepReport:
         return await self._thread.call(self.inner.step, batch)

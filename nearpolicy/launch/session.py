@@ -34,6 +34,7 @@ from nearpolicy.store.writer import SqliteStore
 from nearpolicy.telemetry.events import Recorder
 from nearpolicy.telemetry.metrics import MetricsWriter
 from nearpolicy.telemetry.sinks import open_sinks, require_sinks
+from nearpolicy.telemetry.trace import Trace
 from nearpolicy.verifier.config import reward_weights
 from nearpolicy.verifier.service import VerifierService, weighted_reward
 
@@ -132,6 +133,7 @@ class Session:
             wall_anchor=self.store.wall_anchor,
             metrics=MetricsWriter(self.folder.metrics),
             sinks=sinks,
+            trace=Trace(self.folder.trace, config.telemetry.profile) if config.telemetry.profile else None,
         )
         closing.push(_unless_failed(self.telemetry.close))
 
@@ -242,6 +244,7 @@ class Session:
             prompts_per_step=limits.prompts_per_step,
             num_slots=limits.num_slots,
             weight_sync_steps=config.sync.weight_sync_steps,
+            streaming=config.learner.streaming and self.learner.inner.can_learn_ahead and limits.order == "admission",
         )
 
     def _left_out(self, group: Group) -> str | None:
@@ -297,15 +300,8 @@ class Session:
         return self.stop_requested
 
     async def _evaluate_alone(self, version: int) -> Mapping[str, object]:
-        """Nothing else runs before the first and after the last step: the engine takes every core."""
-        if self.stop_requested:
-            return {}
-        runner = self.engine.runner
-        await runner.set_threads(self.engine.all_threads)
-        try:
-            return await self._evaluate(version, with_pass=True)
-        finally:
-            await runner.set_threads(self.engine.threads)
+        """Before the first step and after the last one, with samples for pass@k."""
+        return {} if self.stop_requested else await self._evaluate(version, with_pass=True)
 
     async def _evaluate(self, version: int, *, with_pass: bool) -> Mapping[str, object]:
         if self.evaluator is None:

@@ -116,12 +116,9 @@ def shape_of(config: Mapping[str, Any], *, parameters: int | None) -> ModelShape
     )
 
 
-def role_threads(config: RunConfig, cores: int) -> tuple[int, int]:
-    """Intra-op threads of engine and learner: one each if they may run at the same time, all cores if they take
-    turns."""
-    alone = config.queue.max_staleness == 0
-    usual = cores if alone else 1
-    return config.generator.threads or usual, config.learner.threads or usual
+def role_threads(config: RunConfig) -> tuple[int, int]:
+    """Intra-op threads of engine and learner while both work."""
+    return config.generator.threads or 1, config.learner.threads or 1
 
 
 def number_bytes(model: ModelConfig) -> int:

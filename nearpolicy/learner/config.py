@@ -36,8 +36,11 @@ class LearnerConfig(ConfigModel):
     """Keep only the inputs of the layers and compute the rest again in the backward pass: less memory, a third more
     work."""
     threads: PositiveInt | None = None
-    """Threads inside one operation of the learner. Left out: all cores while the engine has nothing to do, one
-    beside it."""
+    """Threads inside one operation of the learner. Left out: one while the engine works, all cores while it rests."""
+    streaming: bool = True
+    """Take up each group of a step as soon as it and those before it are there, while the others are still generated:
+    the same micro-batches in the same order, and so the same bits, sooner. It happens where it can: with one update a
+    step and no reference or critic, advantages that depend on their group alone, and `queue.order: admission`."""
 
     @property
     def updates_per_step(self) -> int:

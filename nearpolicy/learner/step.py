@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from nearpolicy.errors import NearpolicyError
 from nearpolicy.learner.config import CriticConfig, LearnerConfig
 from nearpolicy.learner.critic import Critic, ValueStats, ValueTally, require_same
 from nearpolicy.learner.optimizer import MasterAdamW
+from nearpolicy.learner.packing import Packed
 from nearpolicy.learner.passes import Passes
 from nearpolicy.learner.report import StepTally, TokenStats
 from nearpolicy.learner.schedule import learning_rate
@@ -92,6 +95,8 @@ class PolicyLearner:
             if not objective.config.parts["advantage"].uses_values:
                 raise ValueError(f"objective.advantage={objective.config.advantage} has no use for a value_model")
             self.critic = Critic(value_model, critic or CriticConfig(), config, self.passes)
+        self._ahead: _Ahead | None = None
+        """What has been learnt of the coming step."""
         self._seed = seed
         self._total_steps = total_steps
         self._emit = on_event or (lambda *_, **__: None)
@@ -99,9 +104,37 @@ class PolicyLearner:
             policy.model.activation_checkpointing_enable({"use_reentrant": False})
             policy.model.train()  # checkpointing acts in training mode only; every dropout is 0
 
+    @property
+    def can_learn_ahead(self) -> bool:
+        """Whether a step can begin with its first rows: one update, nothing to know of the rows before it, no choice
+        out of all of them, advantages of each group by itself."""
+        alone = self.objective.config.by_group and not self.objective.chooses
+        return alone and not self._annotates
+
+    def learn_ahead(self, rows: Sequence[Row]) -> None:
+        """Begin the coming step with the rows of its first groups, all that are known so far: those micro-batches that
+        further rows cannot change. `step` goes on from there; it must be given the same rows first."""
+        if not self.can_learn_ahead:
+            raise ValueError(f"objective.advantage={self.objective.config.advantage} cannot be learnt ahead of a batch")
+        begin = time.perf_counter()
+        ahead = self._ahead = self._ahead or _Ahead()
+        ahead.require_continued(rows)
+        ahead.rows = tuple(rows)
+        useful = useful_rows(rows, range(len(rows)), self.objective)
+        packs = list(self.passes.packed(rows, useful, self.objective.whole_rollouts))
+        for packed in packs[ahead.num_done : -1]:
+            self._learn_packed(packed, self.objective, rows, NOTHING_KNOWN, ahead.stats)
+            ahead.num_done += 1
+        seconds = time.perf_counter() - begin
+        ahead.seconds += seconds
+        self._emit("forward_backward", seconds=seconds, version=self.version)
+
     def step(self, batch: Batch) -> StepReport:
         """Consume one batch: ``num_iterations`` passes of ``minibatches`` updates. An empty batch makes no update."""
         begin, updates_before = time.perf_counter(), self.updates
+        if self._ahead is not None:
+            self._ahead.require_continued(batch.rows)
+            begin -= self._ahead.seconds
         annotated = self._timed("annotate", self.known_at_start, batch.rows) if self._annotates else NOTHING_KNOWN
         rows = self.revised(batch, annotated)
         annotated = self.with_targets(batch, annotated)
@@ -192,28 +225,48 @@ class PolicyLearner:
         own log-probabilities (detached) are used. Rows of one rollout stand together in ``wanted``. ``stats`` may hold
         earlier parts of the same update.
         """
+        return self._learn(wanted, objective, rows, known, stats, first=0)
+
+    def _learn(
+        self,
+        wanted: Sequence[int],
+        objective: TokenObjective,
+        rows: Sequence[Row],
+        known: Annotated,
+        stats: TokenStats,
+        first: int,
+    ) -> bool:
+        """`forward_backward` from micro-batch ``first`` on; those before it are in ``stats`` and the gradient."""
         before = stats.divisor
         useful = useful_rows(rows, wanted, objective)
         self._count_the_others(wanted, useful, objective, rows, stats)
-        for packed in self.passes.packed(rows, useful, objective.whole_rollouts):
-            scores = self.passes.score(
-                self.policy,
-                rows,
-                packed,
-                same_support=objective.same_support,
-                entropy_has_gradient=objective.entropy_has_gradient,
-                reference=self._reference_states(known),
-            )
-            tokens = tokens_of(rows, packed, scores, known, self.version)
-            found = objective.token_losses(tokens)
-            shares = objective.shares(found.kept, tokens.sequences)
-            loss = torch.where(found.kept, found.losses * shares, 0.0).sum()
-            loss.backward()
-            stats.count(rows, packed, tokens, found)
-            stats.loss_sum += float(loss.detach())
-            stats.divisor += objective.divisor(found.kept, tokens.sequences)
         self.optimizer.divisor += stats.divisor - before
+        for packed in islice(self.passes.packed(rows, useful, objective.whole_rollouts), first, None):
+            self._learn_packed(packed, objective, rows, known, stats)
         return bool(useful) and stats.divisor > 0
+
+    def _learn_packed(
+        self, packed: Packed, objective: TokenObjective, rows: Sequence[Row], known: Annotated, stats: TokenStats
+    ) -> None:
+        """Add the gradient of one micro-batch, and to the divisor."""
+        scores = self.passes.score(
+            self.policy,
+            rows,
+            packed,
+            same_support=objective.same_support,
+            entropy_has_gradient=objective.entropy_has_gradient,
+            reference=self._reference_states(known),
+        )
+        tokens = tokens_of(rows, packed, scores, known, self.version)
+        found = objective.token_losses(tokens)
+        shares = objective.shares(found.kept, tokens.sequences)
+        loss = torch.where(found.kept, found.losses * shares, 0.0).sum()
+        loss.backward()
+        stats.count(rows, packed, tokens, found)
+        stats.loss_sum += float(loss.detach())
+        divisor = objective.divisor(found.kept, tokens.sequences)
+        stats.divisor += divisor
+        self.optimizer.divisor += divisor
 
     def normalise(self) -> None:
         """Divide the gradient that has been added up by its divisor."""
@@ -222,6 +275,7 @@ class PolicyLearner:
     def forget_gradient(self) -> None:
         """Throw away what has been added up."""
         self.optimizer.zero_grad()
+        self._ahead = None
 
     def optim_step(self, rate: float) -> float:
         """Normalise, clip, update, forget the gradient; returns the norm before clipping. A non-finite gradient is not
@@ -358,8 +412,10 @@ class PolicyLearner:
     def _update_policy(
         self, part: Sequence[int], rows: Sequence[Row], annotated: Annotated, tally: StepTally, *, first_pass: bool
     ) -> None:
-        stats, known = TokenStats(), self.with_choice(part, rows, annotated)
-        if self._timed("forward_backward", self.forward_backward, part, self.objective, rows, known, stats):
+        ahead, self._ahead = self._ahead or _Ahead(), None
+        stats, known = ahead.stats, self.with_choice(part, rows, annotated)
+        learn = partial(self._learn, part, self.objective, rows, known, stats, ahead.num_done)
+        if self._timed("forward_backward", learn):
             norm = self._timed("optim", self.optim_step, self.learning_rate)
             tally.add(stats, norm, first_pass=first_pass)
         else:
@@ -417,6 +473,21 @@ class PolicyLearner:
         """How far the oldest token is behind the weights that the last update, after ``updates`` others, began with."""
         oldest = [int(row.segment.versions[row.trained].min()) for row in rows if row.trained.any()]
         return {"staleness/updates_max": float(updates - self._updates_in[min(oldest)])} if oldest else {}
+
+
+@dataclass(slots=True)
+class _Ahead:
+    """The part of an update that was made before its batch was complete."""
+
+    rows: tuple[Row, ...] = ()
+    num_done: int = 0
+    """Micro-batches."""
+    stats: TokenStats = field(default_factory=TokenStats)
+    seconds: float = 0.0
+
+    def require_continued(self, rows: Sequence[Row]) -> None:
+        if any(a is not b for a, b in zip(self.rows, rows, strict=False)) or len(rows) < len(self.rows):
+            raise ValueError(f"a step that began with {len(self.rows)} rows goes on with other ones")
 
 
 def _groups_with_rows(batch: Batch) -> list[Group]:

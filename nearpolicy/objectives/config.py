@@ -189,6 +189,11 @@ class ObjectiveConfig(ConfigModel):
         return self
 
     @property
+    def by_group(self) -> bool:
+        """Whether the advantages of a group depend on nothing but the group."""
+        return self.scale_rewards != "batch" and self.advantage != "reinforce_baseline"
+
+    @property
     def parts(self) -> dict[str, Part]:
         """Axis -> the chosen part."""
         return dict(chosen({axis: getattr(self, axis) for axis in AXES}))

@@ -143,6 +143,18 @@ class Ledger:
             return None
         return sorted(indices)
 
+    def certain(self, count: int) -> list[int]:
+        """The first groups of the next `batch`, as far as no group that still runs can change them."""
+        if self._order != "admission":
+            return []
+        first = []
+        for held in sorted(self._held.values(), key=lambda held: held.index):
+            if held.state is State.RUNNING or len(first) == count:
+                break
+            if held.state is State.READY:
+                first.append(held.index)
+        return first
+
     def consume(self, indices: Iterable[int]) -> None:
         """The learner begins a step with these groups; the bound is checked once more."""
         for index in indices:

@@ -2,6 +2,7 @@
 
 reserve -> Slot       waits for a free slot              woken by retire, and by fill of a failed group
 fill(slot, group)     never waits                        wakes take
+peek(n) -> groups     waits for a further group that is sure to be in the next batch
 take(n) -> groups     waits for a batch                  woken by fill; an error if nothing but failures comes
 complete, retire      never wait                         wake reserve
 expire                never waits                        wakes reserve
@@ -118,19 +119,12 @@ class StalenessBoundedQueue:
             self.expire()
         self._changed.set()
 
+    async def peek(self, count: int, known: int) -> Sequence[Group]:
+        await self._wait_for_batch(count, or_when=lambda: len(self._ledger.certain(count)) > known)
+        return [self._groups[index] for index in self._ledger.certain(count)]
+
     async def take(self, count: int) -> Sequence[Group]:
-        try:
-            async with asyncio.timeout(self._stall_timeout_s):
-                await self._until(
-                    lambda: (
-                        self._ledger.batch(count) is not None
-                        or self._nothing_follows
-                        or self._is_hopeless
-                        or self._is_searched
-                    )
-                )
-        except TimeoutError:
-            raise StandstillError(self._who_waits(count)) from None
+        await self._wait_for_batch(count)
         if self._is_hopeless:
             raise RolloutsError(
                 f"{self._failed_in_a_row} groups in a row failed, the last because: {self._last_failure}"
@@ -148,6 +142,22 @@ class StalenessBoundedQueue:
         self._emit("take", groups=len(indices))
         self._begin_search(indices)
         return [self._groups.pop(index) for index in indices]
+
+    async def _wait_for_batch(self, count: int, or_when: Callable[[], bool] = lambda: False) -> None:
+        """Until `take` has an answer, which may be an error."""
+        try:
+            async with asyncio.timeout(self._stall_timeout_s):
+                await self._until(
+                    lambda: (
+                        or_when()
+                        or self._ledger.batch(count) is not None
+                        or self._nothing_follows
+                        or self._is_hopeless
+                        or self._is_searched
+                    )
+                )
+        except TimeoutError:
+            raise StandstillError(self._who_waits(count)) from None
 
     def complete(self, step: int) -> None:
         if step != self._ledger.completed_steps:

@@ -4,6 +4,7 @@
         store.sqlite    everything that happened (the writer's lock is store.lock beside it)
         config.yaml     the resolved recipe
         metrics.jsonl   one strict JSON object per line
+        trace.json      the time line of the first steps for Perfetto, if telemetry.profile asks for it
         checkpoints/    weights and training state by step
         weights/        version-N.safetensors of every published version, with run.keep_versions
         report.html     written on demand
@@ -58,6 +59,10 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def trace(self) -> Path:
+        return self.path / "trace.json"
 
     @property
     def summary(self) -> Path:
@@ -123,7 +128,14 @@ def remove_run(folder: RunFolder, *, made: bool) -> None:
     if made:
         shutil.rmtree(folder.path, ignore_errors=True)
         return
-    for path in (*folder.path.glob("store.*"), folder.config, folder.metrics, folder.report, folder.summary):
+    for path in (
+        *folder.path.glob("store.*"),
+        folder.config,
+        folder.metrics,
+        folder.report,
+        folder.summary,
+        folder.trace,
+    ):
         with contextlib.suppress(OSError):
             path.unlink()
 

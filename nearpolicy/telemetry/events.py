@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from nearpolicy.records import Event
 from nearpolicy.telemetry.metrics import MetricsWriter, split_finite
 from nearpolicy.telemetry.sinks import Sinks
+from nearpolicy.telemetry.trace import Trace
 
 _LOG = logging.getLogger(__name__)
 
@@ -94,12 +95,14 @@ class Recorder:
         wall_anchor: float,
         metrics: MetricsWriter | None = None,
         sinks: Sinks | None = None,
+        trace: Trace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``wall_anchor``: wall time of the run's time zero, as the store keeps it."""
         self._store = store
         self._metrics = metrics
         self._sinks = sinks
+        self._trace = trace
         self._clock = clock
         # The wall clock is asked once: a run that goes on starts where the wall says, and is monotonic from there.
         self._zero = clock() - max(0.0, time.time() - wall_anchor)
@@ -126,6 +129,10 @@ class Recorder:
                 seconds = fields["ms"] / 1000 if kind == "decode_step" else own.get("seconds", 0.0)
                 self._busy[BUSY_KINDS[kind]] += seconds - fields.get("queue_s", 0.0)
             where = (role, own.get("instance", 0))
+            if self._trace is not None:
+                seconds = fields["ms"] / 1000 if kind == "decode_step" else own.get("seconds")
+                about = {name: value for name, value in own.items() if name != "seconds"} | fields
+                self._trace.add(role, kind, end - (seconds or 0.0), seconds, about, where[1])
             if kind == "decode_step":
                 self._add_step(where, own.get("version"), end, fields)
                 return
@@ -152,6 +159,8 @@ class Recorder:
                 self._metrics.write(step, metrics)
             if self._sinks is not None:
                 self._sinks.log(step, metrics)
+            if self._trace is not None:
+                self._trace.step(step, self.now())
         if not_finite:
             _LOG.warning("step %d: not finite: %s", step, ", ".join(f"{n} is {v}" for n, v in not_finite.items()))
 
@@ -176,6 +185,8 @@ class Recorder:
                 self._metrics.close()
             if self._sinks is not None:
                 self._sinks.close()
+            if self._trace is not None:
+                self._trace.close()
 
     def _add_step(self, where: tuple[str, int], version: int | None, end: float, numbers: Mapping[str, Any]) -> None:
         bunch = self._bunches.get(where)

@@ -291,6 +291,51 @@ def test_a_swap_in_the_middle_gives_logprobs_of_the_new_weights_on_the_old_prefi
     assert float((under_old - under_new).abs().mean()) > 0.1
 
 
+def test_what_runs_may_go_on_under_new_weights_without_being_computed_again():
+    events = []
+    engine = make_engine(families.fresh(), on_event=lambda kind, **numbers: events.append((kind, numbers)))
+    engine.submit(make_request(PAGE + 9, n=3, max_tokens=12))
+    for _ in range(5):
+        engine.step()
+    events.clear()
+    engine.load(published(seed=1, version=1), keep_running=True)
+    outcome = run(engine)
+    assert {tuple(c.versions.tolist()) for c in outcome.values()} == {(0,) * 5 + (1,) * 7}
+    assert {kind for kind, _ in events} == {"decode_step"}
+    # the first token behind the swap was drawn by the new weights from the old keys: neither's own distribution
+    request, completions = make_request(PAGE + 9, n=3, max_tokens=12), [outcome["r", i] for i in range(3)]
+    numerics = families.exact_numerics(families.shared())
+    for seed in (0, 1):
+        with torch.no_grad():
+            alone = learner_logprobs(families.shared(seed=seed), numerics, 1, request, completions).reshape(3, 12)
+        assert all(abs(float(alone[i, 5]) - float(completions[i].logprobs[5])) > 1e-4 for i in range(3))
+
+
+def test_weights_that_are_the_same_change_no_bit_of_what_goes_on_under_them():
+    numerics = families.exact_numerics(families.shared())
+    request = make_request(PAGE + 9, n=3, max_tokens=40)
+    engine = make_engine(families.fresh(), numerics)
+    outcome = run(
+        engine,
+        [request],
+        between=lambda step: engine.load(published(seed=0, version=step), keep_running=True) if step % 9 == 0 else None,
+    )
+    assert_same_bits(outcome, run(make_engine(families.shared(), numerics), [request]))
+    assert outcome["r", 0].versions.tolist() == [9 * (i // 9) for i in range(40)]
+
+
+def test_a_prompt_that_arrives_after_such_a_load_reads_nothing_of_the_older_weights():
+    """K26: its beginning lies there, computed under the older weights, and still in use."""
+    numerics = families.exact_numerics(families.shared())
+    running, later = make_request(2 * PAGE + 9, id="a", max_tokens=30), make_request(2 * PAGE + 9, id="b", max_tokens=9)
+    engine = make_engine(families.fresh(), numerics)
+    engine.submit(running)
+    engine.step()
+    engine.load(published(seed=1, version=1), keep_running=True)
+    outcome = run(engine, [later])
+    assert_same_bits({("b", 0): outcome["b", 0]}, run(make_engine(families.shared(seed=1), numerics), [later]))
+
+
 def test_after_a_load_everything_equals_a_fresh_engine_bit_for_bit():
     """K26, with prompts that were computed, half computed, and used before."""
     numerics = families.exact_numerics(families.shared())

@@ -319,20 +319,14 @@ def test_another_number_of_threads_in_the_middle_changes_no_bit():
     seen = []
 
     async def scene(runner, engine):
-        gate = Gate(engine)
-        step = gate._step
-        gate._step = lambda: seen.append(torch.get_num_threads()) or step()
-        task = asyncio.create_task(all_of(runner, request))
-        await gate.passes(5)
-        change = asyncio.create_task(runner.set_threads(2))
-        await asyncio.sleep(0)
-        gate.allow(1000)
-        await change
-        assert_same_bits({(c.request, c.sample): c for c in await task}, expected)
-        assert seen == [1] * 6 + [2] * 14
-        assert engine.threads == 2  # decides the padding
+        busy = [True] * 6 + [False] * 8 + [True] * 6
+        runner.others_work = lambda: busy[len(seen)]
+        step = engine.step
+        engine.step = lambda: seen.append((torch.get_num_threads(), engine.threads)) or step()
+        assert_same_bits({(c.request, c.sample): c for c in await all_of(runner, request)}, expected)
+        assert seen == [(1, 1)] * 6 + [(2, 2)] * 8 + [(1, 1)] * 6  # the engine's own number decides the padding
 
-    playing(scene, engine_options={"numerics": numerics})
+    playing(scene, threads_alone=2, engine_options={"numerics": numerics})
 
 
 # Callers that leave, threads that end

@@ -239,3 +239,12 @@ def test_a_stop_while_the_folder_is_taken_gives_it_back(config, tmp_path, monkey
     with pytest.raises(KeyboardInterrupt, match="nothing is kept"):
         run_session(session)
     assert not (tmp_path / "mine").exists()
+
+
+def test_a_profiled_run_writes_a_trace_with_every_role_on_it(config, tmp_path):
+    run_session(Session(config=config("run.dir=mine", "run.steps=2", "telemetry.profile=1")))
+    events = json.loads((tmp_path / "mine" / "trace.json").read_text())["traceEvents"]
+    assert {"generator", "learner", "sync", "queue", "verifier"} <= {e["cat"] for e in events if "cat" in e}
+    assert sum(e["name"] == "forward_backward" for e in events) == 1  # of the first step alone
+    run_session(Session(config=config("run.dir=other")))
+    assert not (tmp_path / "other" / "trace.json").exists()

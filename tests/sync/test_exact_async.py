@@ -95,9 +95,9 @@ class Run:
         self.mismatches.append(metrics["mismatch/logprob_diff_max"])
 
 
-def synchronous(seed: int, objective: ObjectiveConfig = OBJECTIVE) -> Run:
+def synchronous(seed: int, objective: ObjectiveConfig = OBJECTIVE, **config) -> Run:
     """The whole method as a plain loop: one prompt after the other, then one step, then the new weights."""
-    engine, learner, run = an_engine(), a_learner(), Run()
+    engine, learner, run = an_engine(), a_learner(**config), Run()
     for step in range(STEPS):
         groups = []
         for index in range(step * PER_STEP, (step + 1) * PER_STEP):
@@ -209,8 +209,9 @@ def asynchronous(
     on_sync="finish",
     publish_every=1,
     objective: ObjectiveConfig = OBJECTIVE,
+    streaming: bool = False,
 ) -> tuple[Run, list[int]]:
-    engine, learner, book = an_engine(), a_learner(), Book()
+    engine, learner, book = an_engine(), a_learner(**({"max_tokens_per_microbatch": 40} if streaming else {})), Book()
     generator = EngineRunner(engine, on_sync=on_sync)
     in_thread = LearnerInThread(learner, RoleThread("learner", 1))
     single = SingleTurn(
@@ -245,6 +246,7 @@ def asynchronous(
             prompts_per_step=PER_STEP,
             num_slots=ledger.num_slots,
             weight_sync_steps=publish_every,
+            streaming=streaming,
         )
         await pipeline.run()
 
@@ -272,6 +274,15 @@ def test_asynchronous_at_staleness_zero_is_the_synchronous_loop_bit_for_bit(plai
     assert any(order != sorted(order) for order in orders)  # it was shuffled indeed
     assert all(abs(loss) > 1e-3 for loss in plain.losses)
     assert len(plain.weights) > 10
+
+
+def test_a_learner_that_takes_up_groups_as_they_come_makes_the_same_bits():
+    right = synchronous(0, max_tokens_per_microbatch=40)
+    for shuffle in range(2):
+        run, _ = asynchronous(0, shuffle, streaming=True)
+        assert (run.tokens, run.logprobs, run.losses) == (right.tokens, right.logprobs, right.losses)
+        assert run.weights == right.weights
+        assert run.mismatches == [0.0] * STEPS
 
 
 def test_with_greedy_baselines_too_asynchronous_at_staleness_zero_is_the_synchronous_loop_bit_for_bit(plain):
@@ -312,7 +323,7 @@ def test_completions_of_all_groups_are_independent_draws(plain):
 
 
 @pytest.mark.parametrize("order", ["admission", "ready"])
-@pytest.mark.parametrize("on_sync", ["finish", "resume"])
+@pytest.mark.parametrize("on_sync", ["finish", "resume", "continue"])
 def test_ahead_of_training_the_bound_holds_and_engine_and_learner_still_agree_at_their_version(order, on_sync):
     run, _ = asynchronous(0, 0, bound=2, order=order, on_sync=on_sync, publish_every=2)
     assert len(run.losses) == STEPS
