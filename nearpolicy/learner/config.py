@@ -55,7 +55,7 @@ class CriticConfig(ConfigModel):
     path: PathText | None = Field(None, min_length=1)
     """A model as in `model.path` with the policy's vocabulary, in `model.dtype`. Left out: the policy of version 0."""
     learning_rate: PositiveFloat | None = None
-    """Peak learning rate; `learner.learning_rate` unless set. Others take 2 to 20 times the policy's."""
+    """Peak learning rate; `learner.learning_rate` unless set. Others take 2 to 10 times the policy's."""
     clip: PositiveFloat | None = 0.5
     """Distance from the value at the start of the step beyond which a value is not drawn nearer to its target; `null`
     for the plain squared error. With one update per step it never acts."""
