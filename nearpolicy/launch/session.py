@@ -26,7 +26,7 @@ from nearpolicy.errors import NearpolicyError, RunFolderError, UserError, first_
 from nearpolicy.launch.progress import progress
 from nearpolicy.launch.sizes import versions
 from nearpolicy.launch.words import place
-from nearpolicy.machine import peak_memory_mb
+from nearpolicy.machine import helpers_peak_memory_mb, peak_memory_mb
 from nearpolicy.records import Fate, Group, StepReport
 from nearpolicy.store.folder import RunFolder, create_run_folder, remove_run
 from nearpolicy.store.reader import RunReader
@@ -406,6 +406,7 @@ class Session:
             **{name: round(seconds, 2) for name, seconds in times.items()},
             "peak_memory_mb": round(peak_memory_mb(), 1),
             "memory_mb": {owner: round(size, 1) for owner, size in self.memory.items()},
+            "helper_processes_mb": [round(size, 1) for size in helpers_peak_memory_mb()],
             "numerics": self.model.mode,
             "held_out": {"before": before, "after": after},
             "ledger": {fate.value: ledger.get(fate, 0) for fate in Fate},
