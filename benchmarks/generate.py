@@ -93,7 +93,7 @@ class Transformers:
                 return input_ids.shape[1] - width >= flat
 
         config = GenerationConfig(
-            max_new_tokens=int(flat.max()), pad_token_id=0, eos_token_id=None, **_how(temperature)
+            max_new_tokens=int(flat.max()), pad_token_id=0, eos_token_id=-1, **_how(temperature)
         )
         with torch.inference_mode():
             out = self.model.generate(
