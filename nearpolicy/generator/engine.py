@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nearpolicy.generator.adapted import AdaptedModel
 from nearpolicy.generator.kv import DecodeLayout, KeyValueStore, PagedContext
 from nearpolicy.generator.pages import pages_for
 from nearpolicy.generator.sampling import draw, sampled_logprobs, uniforms
@@ -81,6 +82,7 @@ class Engine:
         self._layout = DecodeLayout(self.scheduler, parameter.device)
         self._vocabulary: int = policy.config.get_text_config().vocab_size
         self._numerics = numerics
+        self._adapted = AdaptedModel(policy.model)
         self.threads = threads
         self._decode = decode
         self._emit = on_event or (lambda *_, **__: None)
@@ -93,6 +95,11 @@ class Engine:
     def kv_bytes(self) -> int:
         """Of all pages that may be in use at once."""
         return self.scheduler.budget.num_pages * self._store.page_bytes
+
+    @property
+    def base_bytes(self) -> int:
+        """Of the second copy of matrices that adapters change, once one has arrived alone."""
+        return self._adapted.nbytes
 
     def submit(self, request: Request) -> list[Completion]:
         """Queue a request; completions that can never be made come back at once as failed."""
@@ -250,7 +257,10 @@ class Engine:
         """
         version = weights.record.version
         self.interrupt()
-        load_weights(self.policy.model, weights.tensors)
+        if weights.adapter is not None and not weights.tensors:
+            self._adapted.apply(weights.adapter, version)
+        else:
+            load_weights(self.policy.model, weights.tensors)
         shown = digests(named_weights(self.policy.model))
         require_held("the engine", version, weights.digests, shown)
         self.scheduler.version = version

@@ -127,8 +127,9 @@ class ObjectiveConfig(ConfigModel):
     """How the penalty is measured: `k3` in the loss and `k1` in the reward unless set. `k1` in the loss is refused: its
     expected gradient is zero. `full` is exact and costs a second product with the vocabulary."""
     reference: str = Field(default_factory=lambda data: "initial" if data.get("kl_coef") else "none", min_length=1)
-    """The policy that must not be left: `initial` (the weights that the run starts from), or a model as in
-    `model.path`; with `loss: opd` the teacher. `none` where nothing needs one."""
+    """The policy that must not be left: `initial` (the weights that the run starts from), `adapter_off` (with
+    `learner.lora`: the model without its adapter, which takes no memory), or a model as in `model.path`; with
+    `loss: opd` the teacher. `none` where nothing needs one."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the bonus for entropy; with `entropy_target`, the weight to begin with."""
     entropy_target: PositiveFloat | None = None
@@ -224,7 +225,7 @@ class ObjectiveConfig(ConfigModel):
             yield "objective.advantage=teacher belongs to objective.loss=opd; set that, or another advantage"
         if needs_reference and self.reference == "none":
             yield f"{needs_reference} needs a policy to compare with; set objective.reference"
-        if self.loss == "opd" and self.reference == "initial":
+        if self.loss == "opd" and self.reference in ("initial", "adapter_off"):
             yield "objective.loss=opd needs a teacher other than the policy; set objective.reference to its path"
         if not needs_reference and self.reference != "none":
             yield f"objective.reference={self.reference} has no effect without objective.kl_coef; leave it out"
@@ -267,7 +268,6 @@ NOT_HERE = {
     ("advantage", "gae"): (
         "needs a critic, and no recipe can name one yet; use vtrace, whose values are the mean of the group's others"
     ),
-    ("reference", "adapter_off"): "needs adapters, and no recipe can train them yet; use initial",
 }
 """Settings that other trainers have, and why they are refused here."""
 _NEUTRAL = {"scale_rewards": "none"}
