@@ -242,8 +242,9 @@ class Workshop:
         learner.objective = build.make_objective(config)
         learner.reference = build.load_reference(config, self._language, learner.policy)
         if objective.reference == "initial":
-            self._load(learner.reference.model, 0)
-        self._load(learner.policy.model, self._version)
+            self._load(learner, 0)
+            learner.settle_reference()
+        self._load(learner, self._version)
         learner.restart(self._version)
         return learner
 
@@ -257,7 +258,7 @@ class Workshop:
         if len(recorded) < steps:
             raise UserError(f"--train {steps}: the run holds {len(recorded)} steps from step {first} on")
         results: dict[str, dict[str, Any]] = {}
-        before = await self._held_out(None)
+        before = await self._held_out(self.learner(self._config.objective))
         for name, objective in objectives.items():
             learner, lines = self.learner(objective), []
             for step in recorded:
@@ -275,19 +276,16 @@ class Workshop:
             print(f"{name}: trained on steps {recorded[0]} to {recorded[-1]}", flush=True)
         return results
 
-    async def _held_out(self, learner: PolicyLearner | None) -> Mapping[str, object]:
+    async def _held_out(self, learner: PolicyLearner) -> Mapping[str, object]:
         from nearpolicy.evaluate.evaluator import summary_of
         from nearpolicy.launch import build
-        from nearpolicy.models.weights import load_weights, named_weights
+        from nearpolicy.models.weights import load_weights
         from nearpolicy.verifier.service import VerifierService
 
         config = self._config
         if not any(task.held_out for task in config.tasks):
             return {}
-        if learner is None:
-            self._load(self._model.policy.model, self._version)
-        else:
-            load_weights(self._model.policy.model, named_weights(learner.policy.model))
+        load_weights(self._model.policy.model, learner.policy.weights())
         verifier = VerifierService({task.name: task.rewards for task in config.tasks}, config.verifier)
         await verifier.start()
         parts = build.start_engine(config, self._language, self._model, lambda *_, **__: None, print)
@@ -299,12 +297,10 @@ class Workshop:
             parts.runner.close()
             await verifier.close()
 
-    def _load(self, model: Any, version: int) -> None:
-        from safetensors.torch import load_file
+    def _load(self, learner: PolicyLearner, version: int) -> None:
+        from nearpolicy.learner.checkpoint import load_saved_weights
 
-        from nearpolicy.models.weights import load_weights
-
-        load_weights(model, load_file(self._run.folder.weights / f"version-{version}.safetensors"))
+        load_saved_weights(learner, self._run.folder.weights / f"version-{version}.safetensors")
 
 
 def _row(found: GroupGradients) -> dict[str, Any]:
