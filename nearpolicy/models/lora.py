@@ -10,9 +10,12 @@ arithmetic, and costs what it costs there: no gradient of a whole matrix is ever
 
 PEFT's layers would be the usual choice. They add s B (A x) to W0 x, which an engine that holds one matrix cannot
 reproduce: on SmolLM2-135M (rank 16, all linear layers, 512 tokens) they are up to 2.5e-5 nats away from it, these
-layers 0. One thread, 816 packed tokens, forward and backward: all weights 7.6 s, PEFT's layers 6.0 s, these 6.2 s, with
-a merged copy kept beside W0 6.4 s and 425 MB more, with autograd through the merged matrix 8.2 s. PEFT's layers also
-rename every weight. So PEFT's part here is its files, which `nearpolicy.learner.adapters` writes.
+layers 0; and they rename every weight. So PEFT's part here is its files, which `nearpolicy.learner.adapters` writes.
+Seconds of one thread for a forward and backward pass there, by packed tokens:
+
+    tokens   all weights   PEFT's layers   these   with a merged copy beside W0 (405 MB)   autograd through the merged
+       136           1.9             1.2     1.4                                     1.2
+       816           7.6             6.0     6.2                                     6.4                           8.2
 """
 
 from __future__ import annotations
@@ -33,6 +36,10 @@ from nearpolicy.models.policy import PolicyModel
 from nearpolicy.models.targets import ALL_LINEAR, is_named, last_names
 from nearpolicy.models.weights import digest, digests, fingerprint, named_weights
 from nearpolicy.roles import Adapter
+
+NAMES_OF_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+"""What PEFT (0.21), in whose format adapters are saved, takes for the experts of a mixture, also where a dense layer is
+called so: it would load such an adapter into the wrong place."""
 
 
 @torch.no_grad()
@@ -230,6 +237,8 @@ def _unfit(model: nn.Module, chosen: Mapping[str, nn.Module], rank: int) -> Iter
     names_of: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), []).append(name)
+    config = model.config.get_text_config()
+    mixture = any(getattr(config, count, None) for count in ("num_experts", "num_local_experts", "n_routed_experts"))
     for name, module in chosen.items():
         short = name.rpartition(".")[2]
         if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
@@ -237,5 +246,10 @@ def _unfit(model: nn.Module, chosen: Mapping[str, nn.Module], rank: int) -> Iter
         elif len(shared := names_of[id(module.weight)]) > 1:
             other = next(each for each in shared if each != f"{name}.weight")
             yield f"`{short}` has one weight with {other}, which an adapter would change as well; leave it out"
+        elif mixture and short in NAMES_OF_EXPERTS:
+            yield (
+                f"`{short}` of a mixture of experts cannot have one that PEFT loads again: it takes the name for the "
+                "experts. Name other layers in learner.lora.target_modules"
+            )
         elif rank > min(module.weight.shape):
             yield f"rank {rank} is more than `{short}` {list(module.weight.shape)} can have; lower learner.lora.rank"

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 
+import families
 import numpy as np
 import pytest
 import torch
 from driving import learner_logprobs, make_engine, make_request, run
 from learner_cases import EXACT, batch_of, learner, model_folder, random_rows, reference_logprobs
+from test_lora import TARGETS, stir
+from test_lora import adapted as lora_of
 
 from nearpolicy.errors import ModelError, SyncError
 from nearpolicy.generator.engine import Engine
+from nearpolicy.learner.adapters import save_adapter
 from nearpolicy.learner.checkpoint import load_saved_weights, load_state, save_checkpoint, save_weights
 from nearpolicy.learner.report import TokenStats
 from nearpolicy.learner.step import PolicyLearner
@@ -166,8 +171,6 @@ class Loads:
 
 
 def only_the_adapter(own: PolicyLearner):
-    from dataclasses import replace
-
     return replace(own.weights(None), tensors={})
 
 
@@ -250,6 +253,24 @@ def test_a_checkpoint_loads_as_a_plain_model_and_its_adapter_with_peft(tmp_path)
     assert (logits_of(alone, ids) - expected).abs().max() < 1e-4
     config = json.loads((path / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["bias"], config["lora_dropout"]) == (4, 2.5, "none", 0.0)
+
+
+@pytest.mark.parametrize("family", TARGETS)
+def test_peft_loads_the_adapter_of_every_family(family, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    policy = stir(lora_of(family, target_modules=TARGETS[family]))
+    save_adapter(policy, tmp_path / "adapter")
+    policy.save_pretrained(tmp_path / "merged")
+    ids = families.random_ids(20, 1)
+    plain, merged = (
+        AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+        for folder in (families.folder(family), tmp_path / "merged")
+    )
+    before, expected = logits_of(plain, ids), logits_of(merged, ids)
+    found = logits_of(PeftModel.from_pretrained(plain, tmp_path / "adapter"), ids)
+    assert (found - expected).abs().max() < 1e-4 < (before - expected).abs().max()
 
 
 def test_training_goes_on_bit_for_bit_from_the_base_and_the_saved_state(tmp_path):
