@@ -173,6 +173,9 @@ def start_learner(
         threads_now=threads_now,
         on_event=on_event,
     )
+    if config.learner.lora is not None:
+        trained = sum(p.numel() for p in learner.policy.parameters() if p.requires_grad)
+        say(f"trained: an adapter of {trained:,} parameters")
     return LearnerInThread(learner, RoleThread("learner", threads))
 
 
