@@ -47,7 +47,8 @@ def merged(base: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     """[out, in] base + scaling * b @ a, in the numbers of a and b, rounded once to those of the base.
 
     base [out, in], a [rank, in], b [out, rank]. On one thread, because the bits of a product may depend on how many
-    there are, and engine and learner have different numbers of them. It is a hundredth of a forward pass.
+    there are, and engine and learner have different numbers of them; with two threads it takes no longer, since it
+    waits for memory.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
