@@ -139,6 +139,15 @@ class RunConfig(ConfigModel):
         return math.floor(self.generator.oversample * self.queue.num_slots)
 
     @property
+    def reference_is_base(self) -> bool:
+        """Whether the policy to compare with is the model without its adapter, of which no second copy is needed.
+
+        Without a warm start an adapter begins as no change, so that this is the initial policy too.
+        """
+        initial = self.objective.reference == "initial" and not self.warm_start.steps
+        return self.learner.lora is not None and (initial or self.objective.reference == "adapter_off")
+
+    @property
     def completions_per_group(self) -> int:
         """Samples, and the greedy completion where the objective needs one."""
         return self.sampling.num_generations + self.objective.greedy_baseline
@@ -242,6 +251,11 @@ def _objective_contradictions(config: RunConfig) -> Iterator[str]:
             "objective.same_support=true has no effect where every token can be sampled; leave it out, or set "
             "sampling.top_p, top_k or min_p"
         )
+    if objective.reference == "adapter_off" and learner.lora is None:
+        yield (
+            "objective.reference=adapter_off is the model without its adapter, but every weight is trained; set "
+            "learner.lora, or use objective.reference=initial"
+        )
     if objective.overlong_buffer is not None and objective.overlong_buffer > sampling.max_completion_length:
         yield (
             f"objective.overlong_buffer={objective.overlong_buffer} is longer than "
@@ -308,6 +322,9 @@ def _idle_settings(config: RunConfig) -> Iterator[str]:
     if not config.checkpoint.every:
         why = "but the only checkpoint is the one at the end; set checkpoint.every or leave it out"
         yield from _changed("checkpoint", config.checkpoint, ("keep_last",), why)
+    if config.learner.lora is None:
+        why = "but no adapter is trained; set learner.lora or leave it out"
+        yield from _changed("sync", config.sync, ("adapters",), why)
     if not any(reward.kind == "function" for task in config.tasks for reward in task.rewards):
         why = "but no reward is a function of yours; leave it out"
         yield from _changed("verifier", config.verifier, ("in_process",), why)

@@ -79,6 +79,9 @@ FOREIGN = {
     "soft_overlong_punishment": "objective.overlong_buffer",
     "entropy_coeff": "objective.entropy_coef",
     "overlong_filter": "objective.mask_truncated_completions",
+    "lora_rank": "learner.lora.rank",
+    "lora_r": "learner.lora.rank",
+    "lora_target_modules": "learner.lora.target_modules",
     "test_freq": "evaluation.every",
     "eval_steps": "evaluation.every",
     "val_kwargs.n": "evaluation.num_samples",
@@ -92,11 +95,15 @@ ALIASES = {
     "max_completion_length": "sampling.max_completion_length",
     "beta": "objective.kl_coef",
     "kl_coef": "objective.kl_coef",
+    "r": "learner.lora.rank",
+    "rank": "learner.lora.rank",
+    "lora_alpha": "learner.lora.alpha",
+    "alpha": "learner.lora.alpha",
 }
 """Second names that are accepted; one is unknown only where both are given."""
 
 ABSENT = {
-    "lora": "adapters",
+    "lora_dropout": "dropout in adapters",
     "vf_coef": "weight of the value loss (the critic has an optimizer of its own)",
 }
 """Spellings for what this version cannot do -> what that is."""
@@ -116,7 +123,7 @@ def explain_unknown_key(root: type[BaseModel], path: tuple[Any, ...]) -> str:
     name = ".".join(map(str, path))
     key, opening = str(path[-1]), f"`{name}` is not a key"
     if key in ALIASES:
-        if path[0] == ALIASES[key].split(".")[0]:
+        if ".".join(map(str, path[:-1])) == ALIASES[key].rpartition(".")[0]:
             return f"`{name}` is given twice, under its name and its alias; keep `{ALIASES[key]}`"
         return f"{opening}; it belongs to `{ALIASES[key]}`"
     for spelling in (".".join(map(str, path[-2:])), key):

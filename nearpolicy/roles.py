@@ -119,9 +119,21 @@ class Capabilities:
     in_flight_update: bool
     prefix_cache: bool
     adapters: bool
+    """Takes weights of which only the adapter is sent."""
     proof: str
     """How it shows its weights: fingerprint, probe or none."""
     returns_token_ids: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Adapter:
+    """All that a run trains, where that is a low-rank change of some matrices: W becomes W + scaling * B @ A."""
+
+    scaling: float
+    factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    """Canonical name of W [out, in] -> A [rank, in], B [out, rank]."""
+    digests: Mapping[str, tuple[str, str]]
+    """xxh3-128 of the bytes of A and B."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -130,8 +142,20 @@ class Weights:
 
     record: VersionRecord
     tensors: Mapping[str, torch.Tensor]
+    """All of them; none where only the adapter is sent, which a generator applies to the model that it was loaded
+    with."""
     digests: Mapping[str, str]
-    """xxh3-128 of each tensor's bytes, tied tensors once."""
+    """xxh3-128 of the bytes of each tensor that the generator computes with afterwards, tied tensors once."""
+    adapter: Adapter | None = None
+    """Set if nothing but an adapter is trained; it is contained in `tensors` already."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is sent."""
+        sent = list(self.tensors.values())
+        if not sent and self.adapter is not None:
+            sent = [factor for pair in self.adapter.factors.values() for factor in pair]
+        return sum(tensor.nbytes for tensor in sent)
 
 
 class Generator(Protocol):

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nearpolicy.generator.adapted import AdaptedModel
 from nearpolicy.generator.kv import DecodeLayout, KeyValueStore, PagedContext
 from nearpolicy.generator.pages import pages_for
 from nearpolicy.generator.sampling import draw, sampled_logprobs, uniforms
@@ -25,7 +26,7 @@ from nearpolicy.generator.scheduler import Plan, Scheduler, Sequence
 from nearpolicy.models.numerics import Numerics
 from nearpolicy.models.policy import PolicyModel
 from nearpolicy.models.shapes import attention_shapes
-from nearpolicy.models.weights import load_and_digest, require_held
+from nearpolicy.models.weights import digests, load_and_digest, named_weights, require_held
 from nearpolicy.records import Finish
 from nearpolicy.roles import Completion, Request, Weights
 
@@ -81,6 +82,7 @@ class Engine:
         self._layout = DecodeLayout(self.scheduler, parameter.device)
         self._vocabulary: int = policy.config.get_text_config().vocab_size
         self._numerics = numerics
+        self._adapted = AdaptedModel(policy.model)
         self.threads = threads
         self._decode = decode
         self._emit = on_event or (lambda *_, **__: None)
@@ -93,6 +95,11 @@ class Engine:
     def kv_bytes(self) -> int:
         """Of all pages that may be in use at once."""
         return self.scheduler.budget.num_pages * self._store.page_bytes
+
+    @property
+    def base_bytes(self) -> int:
+        """Of the second copy of matrices that adapters change, once one has arrived alone."""
+        return self._adapted.nbytes
 
     def submit(self, request: Request) -> list[Completion]:
         """Queue a request; completions that can never be made come back at once as failed."""
@@ -256,7 +263,11 @@ class Engine:
             self.scheduler.forget_prefixes()
         else:
             self.interrupt()
-        shown = load_and_digest(self.policy.model, weights.tensors)
+        if weights.adapter is not None and not weights.tensors:
+            self._adapted.apply(weights.adapter, version)
+            shown = digests(named_weights(self.policy.model))
+        else:
+            shown = load_and_digest(self.policy.model, weights.tensors)
         require_held("the engine", version, weights.digests, shown)
         self.scheduler.version = version
         return shown

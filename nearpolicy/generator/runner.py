@@ -147,7 +147,7 @@ class EngineRunner:
             resumable=True,
             in_flight_update=True,
             prefix_cache=True,
-            adapters=False,
+            adapters=True,
             proof="fingerprint",
         )
 

@@ -26,6 +26,7 @@ from nearpolicy.learner.step import PolicyLearner
 from nearpolicy.machine import num_cores
 from nearpolicy.models.device import pick_device
 from nearpolicy.models.loading import load_policy, resolve
+from nearpolicy.models.lora import LoraPolicy, target_layers
 from nearpolicy.models.numerics import FAST, Numerics, probe_model
 from nearpolicy.models.policy import PolicyModel
 from nearpolicy.models.tokenizer import Renderer, generation_stop_ids, load_tokenizer, vocabulary_size
@@ -88,6 +89,8 @@ def load_model(config: RunConfig, language: Language, say: Callable[[str], None]
     """Load the engine's policy, probe it and the machine; a model that cannot be trained here is refused."""
     torch.set_num_threads(num_cores())
     policy = load_policy(language.folder, getattr(torch, config.model.dtype), pick_device())
+    if (lora := config.learner.lora) is not None:
+        target_layers(policy.model, lora.target_modules, lora.rank)  # the learner puts them in, when a folder is made
     mode, numerics = choose_numerics(config, policy, say)
     return FitModel(policy=policy, mode=mode, numerics=numerics)
 
@@ -172,6 +175,9 @@ def start_learner(
         threads_now=threads_now,
         on_event=on_event,
     )
+    if config.learner.lora is not None:
+        trained = sum(p.numel() for p in learner.policy.parameters() if p.requires_grad)
+        say(f"trained: an adapter of {trained:,} parameters")
     thread = RoleThread("learner", threads)
     runner.others_work = lambda: thread.is_busy
     return LearnerInThread(learner, thread)
@@ -188,6 +194,8 @@ def make_learner(
 ) -> PolicyLearner:
     """Load the policy, and the reference and the critic if the objective has them."""
     own = load_policy(language.folder, getattr(torch, config.model.dtype), pick_device(), known_to_fit=True)
+    if config.learner.lora is not None:
+        own = LoraPolicy(own.model, **config.learner.lora.model_dump(), seed=config.run.seed)
     value_model = None
     if config.critic is not None:
         value_model, numerics = load_value_model(config, language, own, numerics, threads)
@@ -218,6 +226,8 @@ def load_reference(config: RunConfig, language: Language, policy: PolicyModel) -
     name, dtype, device = config.objective.reference, getattr(torch, config.model.dtype), pick_device()
     if name == "none":
         return None
+    if config.reference_is_base:
+        return policy.without_adapter()
     if name == "initial":
         return load_policy(language.folder, dtype, device, known_to_fit=True).requires_grad_(False)
     reference = load_policy(reference_folder(name), dtype, device).requires_grad_(False)
@@ -299,14 +309,17 @@ def memory_by_owner(engine: Engine, learner: PolicyLearner) -> dict[str, float]:
     """MiB of what the two roles hold for the whole run, by the owners that `sizes.memory_by_owner` estimates for."""
     mib = 2**20
     weights = sum(p.nbytes for p in learner.policy.parameters()) / mib
+    trained = [p for p in learner.policy.parameters() if p.requires_grad]
     owners = {
         "engine: weights": sum(p.nbytes for p in engine.policy.parameters()) / mib,
         "engine: keys and values": engine.kv_bytes / mib,
         "learner: weights": weights,
-        "learner: gradients": weights,
-        "learner: AdamW": 2 * sum(4 * p.numel() for p in learner.policy.parameters()) / mib,
+        "learner: gradients": sum(p.nbytes for p in trained) / mib,
+        "learner: AdamW": 2 * sum(4 * p.numel() for p in trained) / mib,
     }
-    if learner.reference is not None:
+    if engine.base_bytes:
+        owners["engine: base weights"] = engine.base_bytes / mib
+    if learner.reference is not None and learner.reference.model is not learner.policy.model:
         owners["learner: reference"] = sum(p.nbytes for p in learner.reference.parameters()) / mib
     if learner.critic is not None:
         critic = list(learner.critic.model.parameters())

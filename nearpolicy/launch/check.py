@@ -169,8 +169,12 @@ def _package_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _model_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+    from nearpolicy.launch.adapter_sizes import unknown_targets
     from nearpolicy.launch.sizes import kv_sequence_mb, longest_sequence
 
+    lora = config.learner.lora
+    if lora is not None and (unknown := unknown_targets(lora, shape)) is not None:
+        yield unknown
     longest, needed, bound = longest_sequence(config), kv_sequence_mb(config, shape), config.generator.kv_memory_mb
     if shape.max_length is not None and longest > shape.max_length:
         yield (
@@ -193,7 +197,8 @@ def _run(config: RunConfig) -> Lines:
     yield "objective", f"{objective.advantage}, {objective.loss}, correction {objective.correction}"
     if objective.kl_coef:
         kl = f"{objective.kl_coef:g} x {objective.kl_estimator} in the {objective.kl_in}"
-        yield "reference", f"{objective.reference}, {kl}: one more forward pass per step"
+        same = ", in the memory of the policy" if config.reference_is_base else ""
+        yield "reference", f"{objective.reference}, {kl}: one more forward pass per step{same}"
     elif objective.reference != "none":
         yield "teacher", f"{objective.reference}: one more forward pass per step"
     if config.critic is not None:
@@ -270,7 +275,23 @@ def _model(config: RunConfig, shape: ModelShape | None) -> Lines:
         return
     about = "" if shape.exact else "about "
     yield "parameters", f"{about}{shape.parameters:,} in {config.model.dtype}"
+    yield "trained", _trained(config, shape)
     yield "longest sequence", f"{longest_sequence(config)} of {shape.max_length or 'any number of'} tokens"
+
+
+def _trained(config: RunConfig, shape: ModelShape) -> str:
+    from nearpolicy.launch.adapter_sizes import adapter_size
+
+    lora = config.learner.lora
+    if lora is None:
+        return "all of them"
+    size = adapter_size(lora, shape)
+    if not size.layers:
+        return "an adapter, whose size is unknown until the model is loaded"
+    about = "" if shape.names_from_file else "about "
+    share = f"{size.trained / shape.parameters:.2%} of the model's"
+    how = f"rank {lora.rank}, alpha {lora.alpha:g}, {size.layers} layers"
+    return f"an adapter of {about}{size.trained:,} parameters, {share} ({how})"
 
 
 def _memory(config: RunConfig, shape: ModelShape | None) -> Lines:

@@ -25,8 +25,6 @@ from nearpolicy.launch.words import count
 from nearpolicy.visible import visible
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from nearpolicy.config import RunConfig
     from nearpolicy.learner.step import PolicyLearner
     from nearpolicy.models.policy import PolicyModel
@@ -214,7 +212,7 @@ def refuse_impossible(
     for name, objective in objectives.items():
         try:
             refuse(config.model_copy(update={"objective": objective}), makes_run=False)
-            if objective.reference not in ("none", "initial"):
+            if objective.reference not in ("none", "initial", "adapter_off"):
                 reference_folder(objective.reference)
             for batch in batches:
                 assign_advantages(batch.groups, objective, max_completion_length=config.sampling.max_completion_length)
@@ -227,7 +225,7 @@ def refuse_impossible(
             f"{run.folder.weights}; name a model as objective.reference"
         )
     for needed in {version, *([0] if from_the_start else [])}:
-        weights_of(run, needed)
+        require_weights(run, needed, adapter=config.learner.lora is not None)
 
 
 def compare(workshop: Workshop, objectives: Mapping[str, ObjectiveConfig], *, step: int) -> dict[str, Any]:
@@ -339,6 +337,7 @@ class Workshop:
 
         from nearpolicy.launch import build
         from nearpolicy.machine import num_cores
+        from nearpolicy.models.weights import load_weights
         from nearpolicy.objectives.config import ObjectiveConfig
 
         config = self.config.model_copy(update={"objective": objective})
@@ -349,13 +348,15 @@ class Workshop:
             self._learner = build.make_learner(plain, self._language, self._model.numerics, threads=threads)
         learner = self._learner
         if objective.reference not in self._references:
-            self._references[objective.reference] = build.load_reference(config, self._language, learner.policy)
-            if objective.reference == "initial":
-                self._load(self._references["initial"], 0)
+            reference = build.load_reference(config, self._language, learner.policy)
+            if objective.reference == "initial" and reference.model is not learner.policy.model:
+                self._load(learner, 0)
+                load_weights(reference.model, learner.policy.weights())
+            self._references[objective.reference] = reference
         learner.objective = build.make_objective(config)
         learner.reference = self._references[objective.reference]
         learner.config = config.learner
-        self._load(learner.policy, self.version)
+        self._load(learner, self.version)
         learner.restart(self.version)
         return learner
 
@@ -365,9 +366,10 @@ class Workshop:
         """Objective -> metrics of each recorded step, and held-out accuracy before and after. A step is trained on with
         the learning rate that it had in the run, whatever the version is."""
         from nearpolicy.objectives.assign import assign_advantages
+        from nearpolicy.objectives.config import ObjectiveConfig
 
         results: dict[str, dict[str, Any]] = {}
-        before = await self._held_out(None)
+        before = await self._held_out(self.learner(ObjectiveConfig()))
         for name, objective in objectives.items():
             learner, lines = self.learner(objective), []
             for step in steps:
@@ -398,19 +400,16 @@ class Workshop:
         )
         return config.model_copy(update={"learning_rate": rate, "lr_schedule": "constant", "warmup_steps": 0})
 
-    async def _held_out(self, learner: PolicyLearner | None) -> Mapping[str, object]:
+    async def _held_out(self, learner: PolicyLearner) -> Mapping[str, object]:
         from nearpolicy.evaluate.evaluator import summary_of
         from nearpolicy.launch import build
-        from nearpolicy.models.weights import load_weights, named_weights
+        from nearpolicy.models.weights import load_weights
         from nearpolicy.verifier.service import VerifierService
 
         config = self.config
         if not any(task.held_out for task in config.tasks):
             return {}
-        if learner is None:
-            self._load(self._model.policy, self.version)
-        else:
-            load_weights(self._model.policy.model, named_weights(learner.policy.model))
+        load_weights(self._model.policy.model, learner.policy.weights())
         verifier = VerifierService({task.name: task.rewards for task in config.tasks}, config.verifier)
         await verifier.start()
         parts = build.start_engine(config, self._language, self._model, lambda *_, **__: None, self.say)
@@ -421,16 +420,21 @@ class Workshop:
             parts.runner.close()
             await verifier.close()
 
-    def _load(self, policy: PolicyModel, version: int) -> None:
-        from nearpolicy.models.weights import load_weights
+    def _load(self, learner: PolicyLearner, version: int) -> None:
+        """Put the kept weights of a version into the learner, proved by the fingerprint under which they were
+        published."""
+        from nearpolicy.learner.checkpoint import load_saved_weights
+        from nearpolicy.models.weights import digests, fingerprint
 
+        file = weights_file(self.run, version)
         try:
-            load_weights(policy.model, weights_of(self.run, version))
+            load_saved_weights(learner, file)
         except SyncError as error:
             raise RunFolderError(
-                f"{weights_file(self.run, version)} does not fit {self.config.model.path}, which the run was made "
-                f"with: {error}; put that model back"
+                f"{file} does not fit {self.config.model.path}, which the run was made with: {error}; put that model "
+                "back"
             ) from error
+        _require_published(self.run, version, fingerprint(digests(learner.policy.weights())))
 
 
 def _say(text: str) -> None:
@@ -441,25 +445,33 @@ def weights_file(run: RunReader, version: int) -> Path:
     return run.folder.weights / f"version-{version}.safetensors"
 
 
-def weights_of(run: RunReader, version: int) -> dict[str, Tensor]:
-    """The kept weights of a version, proved by the fingerprint under which the run published them."""
+ADVICE = "fetch a copy of the run folder, or choose another --weights"
+
+
+def require_weights(run: RunReader, version: int, *, adapter: bool) -> None:
+    """Refuse weights of a version that cannot be read or are not those that the run published. Those of an ``adapter``
+    are proved when they are loaded: the fingerprint is of the merged ones."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     from nearpolicy.models.weights import digests, fingerprint
 
-    file, advice = weights_file(run, version), "fetch a copy of the run folder, or choose another --weights"
-    published = next(record.fingerprint for record in run.versions() if record.version == version)
+    file = weights_file(run, version)
     try:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
-        raise RunFolderError(f"{file} cannot be read: {error}; {advice}") from error
-    if (found := fingerprint(digests(tensors))) != published:
+        raise RunFolderError(f"{file} cannot be read: {error}; {ADVICE}") from error
+    if not adapter:
+        _require_published(run, version, fingerprint(digests(tensors)))
+
+
+def _require_published(run: RunReader, version: int, found: str) -> None:
+    published = next(record.fingerprint for record in run.versions() if record.version == version)
+    if found != published:
         raise RunFolderError(
-            f"{file} holds weights with the fingerprint {found}, and the run published version {version} as "
-            f"{published}; {advice}"
+            f"{weights_file(run, version)} holds weights with the fingerprint {found}, and the run published version "
+            f"{version} as {published}; {ADVICE}"
         )
-    return tensors
 
 
 def _row(found: GroupGradients) -> dict[str, Any]:

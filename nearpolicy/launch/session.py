@@ -155,10 +155,13 @@ class Session:
         closing.callback(self.learner.close)
         generator = self.engine.runner
         self.publisher = Publisher(
-            self.learner, [generator], timeout_s=config.sync.timeout_s, on_event=partial(tell, "sync")
+            self.learner,
+            [generator],
+            timeout_s=config.sync.timeout_s,
+            adapter_only=config.sync.adapters == "adapter_only",
+            on_event=partial(tell, "sync"),
         )
         self.evaluator = build.make_evaluator(config, self.language, generator, self.verifier)
-        self.memory = build.memory_by_owner(self.engine.engine, self.learner.inner)
 
     async def _run(self) -> dict[str, Any]:
         """Three times go into the summary: ``setup_s`` until version 0 is published; ``wall_s`` of training, from the
@@ -289,10 +292,13 @@ class Session:
 
     async def _publish_first(self) -> None:
         """Version 0: the generator shows that it starts from the learner's weights."""
+        from nearpolicy.launch.build import memory_by_owner
+
         begin = time.monotonic()
         record = await self.publisher.publish()
         self.store.published(record, time.monotonic() - begin)
         self.store.note("initial_weights", {"fingerprint": record.fingerprint, "path": str(self.language.folder)})
+        self.memory = memory_by_owner(self.engine.engine, self.learner.inner)
         await self._keep(record.version)
 
     async def _after_step(self, report: StepReport) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 from nearpolicy.config import RunConfig
 from nearpolicy.errors import ModelError
+from nearpolicy.launch.adapter_sizes import adapter_size, llama_matrices
 from nearpolicy.models.config import TINY, ModelConfig
 
 MB = 1024 * 1024
@@ -50,6 +51,10 @@ class ModelShape:
     """Keys and values of one token in one layer, over all their heads."""
     max_length: int | None
     """Longest sequence the model was made for."""
+    matrices: Mapping[str, tuple[int, int]]
+    """Module name -> (out, in)."""
+    names_from_file: bool
+    """Whether the matrices are those of a file, rather than the linear layers of a Llama of this size."""
 
 
 def model_shape(model: ModelConfig, key: str = "model.path") -> ModelShape | None:
@@ -78,11 +83,16 @@ def _model_shape(model: ModelConfig) -> ModelShape | None:
     if folder is None:
         return None
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return shape_of(config.get("text_config", config), parameters=_count_safetensors(folder))
+    shapes = _safetensors_shapes(folder)
+    parameters = sum(map(math.prod, shapes.values())) or None
+    matrices = {name.removesuffix(".weight"): (s[0], s[1]) for name, s in shapes.items() if len(s) == 2}
+    return shape_of(config.get("text_config", config), parameters=parameters, matrices=matrices)
 
 
-def shape_of(config: Mapping[str, Any], *, parameters: int | None) -> ModelShape:
-    """From the values of a Hugging Face ``config.json``; without a count the parameters are those of a Llama."""
+def shape_of(
+    config: Mapping[str, Any], *, parameters: int | None, matrices: Mapping[str, tuple[int, int]] | None = None
+) -> ModelShape:
+    """From the values of a Hugging Face ``config.json``; what is not given is that of a Llama."""
     hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
     heads = int(config["num_attention_heads"])
     kv_heads = int(config.get("num_key_value_heads") or heads)
@@ -113,6 +123,16 @@ def shape_of(config: Mapping[str, Any], *, parameters: int | None) -> ModelShape
         kv_heads=kv_heads,
         kv_width=kv_width,
         max_length=int(longest) if longest else None,
+        matrices=matrices
+        or llama_matrices(
+            hidden=hidden,
+            intermediate=intermediate,
+            layers=layers,
+            query_width=heads * head_dim,
+            kv_width=kv_width,
+            mixture=experts > 1,
+        ),
+        names_from_file=bool(matrices),
     )
 
 
@@ -149,7 +169,8 @@ def largest_microbatch(config: RunConfig) -> int:
 def memory_by_owner(config: RunConfig, shape: ModelShape) -> dict[str, float]:
     """Owner -> MB, at most: with prompts and completions of full length, and gradients to compute.
 
-    Publication, evaluation and checkpoints take nothing of their own: they go through the tensors that are there.
+    Publication, evaluation and checkpoints take nothing of their own: they go through the tensors that are there, but
+    where an adapter has to be merged.
     """
     size, weights = number_bytes(config.model), shape.parameters * number_bytes(config.model) / MB
     # Two means in float32; for narrower weights also a copy of them and of their gradients.
@@ -163,6 +184,7 @@ def memory_by_owner(config: RunConfig, shape: ModelShape) -> dict[str, float]:
         "learner: gradients": weights,
         "learner: AdamW": shape.parameters * optimizer,
         "learner: activations": _activations_mb(config, shape),
+        **_of_adapter(config, shape, weights),
         "engine: weights": weights,
         "engine: keys and values": kv,
         "engine: activations": engine / MB,
@@ -176,6 +198,26 @@ def memory_by_owner(config: RunConfig, shape: ModelShape) -> dict[str, float]:
         owners["learner: gradients"] = max(weights, owners["critic: weights"])
         owners["learner: activations"] = max(_activations_mb(config, each) for each in (shape, critic))
     return owners
+
+
+def _of_adapter(config: RunConfig, shape: ModelShape, weights: float) -> dict[str, float]:
+    """Owner -> MB that is otherwise where only an adapter is trained; its numbers are float32 in any model.
+
+    What is published or saved are merged copies. They are gone before activations come, but the allocator keeps most
+    of their memory: recipes/demo.yaml with learner.lora={} took 3,003 MB, of which this rule, through
+    `peak_memory_mb`, makes 3,155; with sync.adapters=adapter_only 3,428 and 3,600.
+    """
+    if config.learner.lora is None:
+        return {}
+    adapter = adapter_size(config.learner.lora, shape)
+    changed, trained = adapter.changed * number_bytes(config.model) / MB, adapter.trained * 4 / MB
+    owners = {
+        "learner: weights": weights + trained,
+        "learner: gradients": trained,
+        "learner: AdamW": 2 * trained,
+        "learner: merged copies": changed,
+    }
+    return owners | ({"engine: base weights": changed} if config.sync.adapters == "adapter_only" else {})
 
 
 def _widths(shape: ModelShape) -> int:
@@ -195,7 +237,8 @@ def _activations_mb(config: RunConfig, shape: ModelShape) -> float:
     layer = _widths(shape) + attention
     kept = shape.layers * shape.hidden + layer if config.learner.activation_checkpointing else shape.layers * layer
     # Logits, their logarithms and their gradients; two gradients of the embedding before they are added up.
-    head = 4 * min(tokens, HEAD_CHUNK) * shape.vocabulary * 4 + 2 * shape.vocabulary * shape.hidden * size
+    embedding = 0 if config.learner.lora is not None else 2 * shape.vocabulary * shape.hidden * size
+    head = 4 * min(tokens, HEAD_CHUNK) * shape.vocabulary * 4 + embedding
     return (tokens * kept * size + head) / MB
 
 
@@ -245,8 +288,11 @@ def memory_refusal(config: RunConfig, shape: ModelShape, *, trains: bool) -> str
 
 
 def reference_shape(config: RunConfig, policy: ModelShape) -> ModelShape | None:
-    """The shape of the policy that the objective compares with; None without one, or if it is not here yet."""
+    """The shape of the policy that the objective compares with; None without one in memory of its own, or if it is
+    not here yet."""
     name = config.objective.reference
+    if config.reference_is_base:
+        return None
     if name in ("none", "initial"):
         return policy if name == "initial" else None
     return model_shape(ModelConfig(path=name), "objective.reference")
@@ -301,16 +347,15 @@ def _local_folder(path: str) -> Path | None:
     return Path(cached).parent if isinstance(cached, str) else None
 
 
-def _count_safetensors(folder: Path) -> int | None:
-    files = sorted(folder.glob("*.safetensors"))
-    return sum(map(_count_in_header, files)) if files else None
-
-
-def _count_in_header(file: Path) -> int:
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        header = json.loads(stream.read(length))
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+def _safetensors_shapes(folder: Path) -> dict[str, list[int]]:
+    """Tensor name -> shape, from the headers of all files; empty without any."""
+    found: dict[str, list[int]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(length))
+        found |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+    return found
 
 
 def _gguf_in_package(name: str) -> Path:

@@ -1,4 +1,5 @@
-"""Checkpoints: an ordinary Hugging Face folder, with the full training state in one file beside it.
+"""Checkpoints: an ordinary Hugging Face folder, with the full training state in one file beside it, and an adapter, if
+one is trained, in a folder inside (the weights contain it).
 
 A checkpoint is written under another name, made durable, and renamed: whatever happens, a folder called ``step-N`` is
 complete. Older ones are removed only after that.
@@ -15,11 +16,13 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from nearpolicy.errors import RunFolderError
+from nearpolicy.learner import adapters
 from nearpolicy.learner.step import PolicyLearner
-from nearpolicy.models.weights import named_weights
+from nearpolicy.models.lora import LoraPolicy
+from nearpolicy.models.weights import load_weights
 
 STATE = "training_state.pt"
 _NAME = re.compile(r"step-(\d+)")
@@ -42,11 +45,13 @@ def save_checkpoint(
     _clear_drafts(folder)
     try:
         draft.mkdir(parents=True)
-        learner.policy.model.save_pretrained(draft)
+        learner.policy.save_pretrained(draft)
+        if isinstance(learner.policy, LoraPolicy):
+            adapters.save_adapter(learner.policy, draft / adapters.FOLDER)
         for part in beside:
             part.save_pretrained(str(draft))
         torch.save(state, draft / STATE)
-        for file in draft.iterdir():
+        for file in draft.rglob("*"):
             _sync(file)
         if target.exists():
             target.rename(folder / f".{target.name}.old")
@@ -72,11 +77,21 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def save_weights(learner: PolicyLearner, path: Path) -> None:
-    """The weights alone, under canonical names, whole or not at all."""
+    """The weights alone, under canonical names, whole or not at all; of a policy with an adapter A and B."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".tmp")
-    save_file({name: tensor.contiguous() for name, tensor in named_weights(learner.policy.model).items()}, draft)
+    draft, policy = path.with_suffix(".tmp"), learner.policy
+    tensors = policy.factors() if isinstance(policy, LoraPolicy) else policy.weights()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, draft)
     draft.rename(path)
+
+
+def load_saved_weights(learner: PolicyLearner, path: Path) -> None:
+    """Put weights that `save_weights` wrote into a learner whose policy began from the same model."""
+    tensors, policy = load_file(path), learner.policy
+    if isinstance(policy, LoraPolicy):
+        policy.load_factors(tensors)
+    else:
+        load_weights(policy.model, tensors)
 
 
 def _clear_drafts(folder: Path) -> None:
@@ -87,7 +102,8 @@ def _clear_drafts(folder: Path) -> None:
 
 
 def load_state(learner: PolicyLearner, checkpoint: Path) -> None:
-    """Training state of a checkpoint whose weights the learner's model already holds."""
+    """Training state of a checkpoint whose weights the learner's model already holds; with an adapter, which the state
+    contains, the model is the one that training began from."""
     learner.load_state(torch.load(checkpoint / STATE, weights_only=True))
 
 

@@ -2,11 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    AliasChoices,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+)
 
+from nearpolicy.models.targets import ALL_LINEAR
 from nearpolicy.settings import ConfigModel, PathText
+
+
+class LoraConfig(ConfigModel):
+    """Low-rank adapters: W + alpha / rank * B A instead of W, where only A and B are trained. `learner.lora: {}` takes
+    the defaults. A tenfold `learner.learning_rate` is a good start."""
+
+    rank: PositiveInt = Field(16, validation_alias=AliasChoices("rank", "r"))
+    """Rows of A and columns of B. Also accepted as `r`."""
+    alpha: PositiveFloat = Field(32.0, validation_alias=AliasChoices("alpha", "lora_alpha"))
+    """The adapter counts `alpha / rank` times. Also accepted as `lora_alpha`."""
+    target_modules: tuple[str, ...] = (ALL_LINEAR,)
+    """Layers that get an adapter: last names (`q_proj`) or whole ones, as in PEFT; `all-linear` is every linear layer
+    but the output head."""
+
+    @field_validator("target_modules", mode="before")
+    @classmethod
+    def _one_name_may_stand_alone(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+    @field_validator("target_modules")
+    @classmethod
+    def _every_name_has_an_effect(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if twice := sorted({name for name in names if names.count(name) > 1 or not name.strip(".")}):
+            raise ValueError(f"names {', '.join(map(repr, twice))}, which is empty or there twice; leave it out")
+        if not names:
+            raise ValueError("is empty, so that nothing would be trained; name layers, or leave it out for all-linear")
+        return names
 
 
 class LearnerConfig(ConfigModel):
@@ -41,6 +77,8 @@ class LearnerConfig(ConfigModel):
     """Take up each group of a step as soon as it and those before it are there, while the others are still generated:
     the same micro-batches in the same order, and so the same bits, sooner. It happens where it can: with one update a
     step and no reference or critic, advantages that depend on their group alone, and `queue.order: admission`."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters instead of all weights. Left out: all weights."""
 
     @property
     def updates_per_step(self) -> int:

@@ -124,7 +124,10 @@ class Critic:
         """Start from the policy of now, as version 0 does after a warm start, unless the critic is another model."""
         self.restart()
         if self.config.path is None:
-            load_weights(self.model.decoder, named_weights(policy.model.get_decoder()))
+            decoder = policy.model.get_decoder()
+            inside = next(name for name, module in policy.model.named_modules() if module is decoder) + "."
+            own = {name.removeprefix(inside): t for name, t in policy.weights().items() if name.startswith(inside)}
+            load_weights(self.model.decoder, own)
 
     def state(self) -> dict[str, Any]:
         """Weights and optimizer: no other file of a checkpoint holds anything of the critic."""

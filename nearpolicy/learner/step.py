@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nearpolicy.errors import NearpolicyError
+from nearpolicy.errors import ModelError, NearpolicyError
 from nearpolicy.learner.config import CriticConfig, LearnerConfig
 from nearpolicy.learner.critic import Critic, ValueStats, ValueTally, require_same
 from nearpolicy.learner.optimizer import MasterAdamW
@@ -33,10 +33,11 @@ from nearpolicy.learner.report import StepTally, TokenStats
 from nearpolicy.learner.schedule import learning_rate
 from nearpolicy.learner.selection import minibatches, segment_places, trained_rows, useful_rows
 from nearpolicy.learner.tokens import NOTHING_KNOWN, Annotated, sequences_of, tokens_of
+from nearpolicy.models.lora import LoraPolicy
 from nearpolicy.models.numerics import Numerics
 from nearpolicy.models.policy import PolicyModel
 from nearpolicy.models.value import ValueModel
-from nearpolicy.models.weights import digests, fingerprint, load_weights, named_weights
+from nearpolicy.models.weights import digests, fingerprint, load_weights
 from nearpolicy.objectives import regularisers
 from nearpolicy.objectives.assign import (
     Annotations,
@@ -307,24 +308,34 @@ class PolicyLearner:
     def begin(self) -> None:
         """Take the weights of now for version 0: fresh moments, since those of a warm start belong to another loss."""
         self.optimizer = MasterAdamW(self.policy, self.config)
-        if self.reference is not None and self.objective.config.reference == "initial":
-            load_weights(self.reference.model, named_weights(self.policy.model))
+        self.settle_reference()
         if self.critic is not None:
             self.critic.begin(self.policy)
 
+    def settle_reference(self) -> None:
+        """If the reference is a copy of the initial policy: the weights of now are the initial ones."""
+        own = self.reference is not None and self.reference.model is not self.policy.model
+        if own and self.objective.config.reference == "initial":
+            load_weights(self.reference.model, self.policy.weights())
+
     def weights(self, parent: int | None) -> Weights:
         """What there is to publish; the tensors are the live ones, so publish before the next step."""
-        tensors = named_weights(self.policy.model)
+        tensors = self.policy.weights()
         parts = digests(tensors)
         record = VersionRecord(
             lineage=0, version=self.version, updates=self.updates, fingerprint=fingerprint(parts), parent=parent
         )
-        return Weights(record=record, tensors=tensors, digests=parts)
+        return Weights(record=record, tensors=tensors, digests=parts, adapter=self.policy.adapter())
 
     def state(self) -> dict[str, Any]:
-        """Everything beside the policy's weights that the next step depends on."""
+        """Everything beside the weights that the next step depends on; with an adapter that is what there is of them,
+        since saved weights contain it and cannot be taken apart."""
         own_critic = {} if self.critic is None else {"critic": self.critic.state()}
+        adapter = None
+        if isinstance(self.policy, LoraPolicy):
+            adapter = {"base": self.policy.base_fingerprint, "factors": self.policy.factors()}
         return {
+            "adapter": adapter,
             "version": self.version,
             "updates": self.updates,
             "updates_in": dict(self._updates_in),
@@ -335,12 +346,32 @@ class PolicyLearner:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         require_same(self.critic, state.get("critic"))
+        self._load_adapter(state.get("adapter"))
         self.version, self.updates = state["version"], state["updates"]
         self._updates_in = dict(state["updates_in"])
         self.objective = replace(self.objective, entropy_coef=state["entropy_coef"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.critic is not None:
             self.critic.load_state(state["critic"])
+
+    def _load_adapter(self, saved: Mapping[str, Any] | None) -> None:
+        """`ModelError` unless what was saved belongs to this policy: an adapter on a base that has one in it already
+        would count twice."""
+        adapted = isinstance(self.policy, LoraPolicy)
+        if adapted != (saved is not None):
+            raise ModelError(
+                f"the training state is of a run {'without' if adapted else 'with'} an adapter, and this learner has "
+                f"{'one' if adapted else 'none'}; set learner.lora as that run had it"
+            )
+        if not adapted:
+            return
+        if (found := self.policy.base_fingerprint) != saved["base"]:
+            raise ModelError(
+                f"the adapter of the training state changes weights with the fingerprint {saved['base']}, and this "
+                f"learner holds {found}; load the model that the run began with (the weights of a checkpoint contain "
+                "the adapter already, and it would count twice)"
+            )
+        self.policy.load_factors(saved["factors"])
 
     @property
     def _revises(self) -> bool:

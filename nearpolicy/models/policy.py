@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,10 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from nearpolicy.models.attention import PackedContext
+from nearpolicy.models.weights import named_weights
+
+if TYPE_CHECKING:
+    from nearpolicy.roles import Adapter
 
 HEAD_CHUNK = 512
 """Rows of logits held at once; more rows are computed in chunks and recomputed in backward."""
@@ -55,6 +60,18 @@ class PolicyModel(nn.Module):
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
+
+    def weights(self) -> dict[str, Tensor]:
+        """Canonical Hugging Face name -> tensor, of what this policy computes with; tied tensors once."""
+        return named_weights(self.model)
+
+    def adapter(self) -> Adapter | None:
+        """What of `weights` differs from the model that was loaded, if that is all that is ever trained."""
+        return None
+
+    def save_pretrained(self, folder: Path) -> None:
+        """An ordinary Hugging Face folder with `weights`."""
+        self.model.save_pretrained(folder)
 
     def hidden(self, input_ids: Tensor, positions: Tensor, context: PackedContext) -> Tensor:
         """[T] ids and positions -> [T, hidden] last hidden states."""

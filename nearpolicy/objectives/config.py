@@ -139,8 +139,9 @@ class ObjectiveConfig(ConfigModel):
     """How the penalty is measured: `k3` in the loss and `k1` in the reward unless set. `k1` in the loss is refused: its
     expected gradient is zero. `full` is exact and costs a second product with the vocabulary."""
     reference: str = Field(default_factory=lambda data: "initial" if data.get("kl_coef") else "none", min_length=1)
-    """The policy that must not be left: `initial` (the weights that the run starts from), or a model as in
-    `model.path`; with `loss: opd` the teacher. `none` where nothing needs one."""
+    """The policy that must not be left: `initial` (the weights that the run starts from), `adapter_off` (with
+    `learner.lora`: the model without its adapter, which takes no memory), or a model as in `model.path`; with
+    `loss: opd` the teacher. `none` where nothing needs one."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the bonus for entropy; with `entropy_target`, the weight to begin with."""
     entropy_target: PositiveFloat | None = None
@@ -168,14 +169,6 @@ class ObjectiveConfig(ConfigModel):
     """Weight of a reward for answers shorter than others of their group; wrong answers can only lose by it."""
     diversity_bonus: NonNegativeFloat = 0.0
     """Weight of a reward for completions that share few three-token sequences with others of their group."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_but_not_to_be_had(cls, data: Any) -> Any:
-        for key, value in data.items() if isinstance(data, dict) else ():
-            if isinstance(value, str) and (key, value) in NOT_HERE:
-                raise ValueError(f"objective.{key}={value} {NOT_HERE[key, value]}")
-        return data
 
     @model_validator(mode="after")
     def _parts_go_together(self) -> Self:
@@ -274,7 +267,7 @@ class ObjectiveConfig(ConfigModel):
             yield "objective.advantage=teacher belongs to objective.loss=opd; set that, or another advantage"
         if needs_reference and self.reference == "none":
             yield f"{needs_reference} needs a policy to compare with; set objective.reference"
-        if self.loss == "opd" and self.reference == "initial":
+        if self.loss == "opd" and self.reference in ("initial", "adapter_off"):
             yield "objective.loss=opd needs a teacher other than the policy; set objective.reference to its path"
         if not needs_reference and self.reference != "none":
             yield f"objective.reference={self.reference} has no effect without objective.kl_coef; leave it out"
@@ -342,10 +335,6 @@ class ObjectiveConfig(ConfigModel):
                 )
 
 
-NOT_HERE = {
-    ("reference", "adapter_off"): "needs adapters, and no recipe can train them yet; use initial",
-}
-"""Settings that other trainers have, and why they are refused here."""
 SHAPING = ("overlong_buffer", "length_cost", "length_reward", "diversity_bonus")
 """Settings that change rewards before they are compared."""
 _NEUTRAL = {"scale_rewards": "none"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import PositiveInt
 
 from nearpolicy.settings import ConfigModel, Seconds
@@ -15,3 +17,7 @@ class SyncConfig(ConfigModel):
     timeout_s: Seconds = 120.0
     """Bound on each phase of a publication: running sequences get so long to end, then the load gets so long again.
     A generator that has not shown the new weights after both stops the run."""
+    adapters: Literal["merged", "adapter_only"] = "merged"
+    """With `learner.lora`. `merged`: generators get all weights, the adapter in them. `adapter_only`: they get A and B
+    and add them to the model they were loaded with, of whose changed matrices they keep a second copy: far fewer bytes
+    to send, more memory. Either way they show the same weights."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from nearpolicy.errors import SyncError
@@ -29,20 +30,25 @@ class Publisher:
         generators: Sequence[Generator],
         *,
         timeout_s: float,
+        adapter_only: bool = False,
         on_event: Callable[..., None] | None = None,
     ) -> None:
         """``timeout_s``: bound on each of two phases that a generator goes through: its running sequences end
-        (``generator.on_sync`` finish), then it loads. What is watched here is both together."""
+        (``generator.on_sync`` finish), then it loads. What is watched here is both together. ``adapter_only``: of a
+        learner that trains an adapter send nothing else."""
         self._learner = learner
         self._generators = generators
         self._timeout_s = timeout_s
+        self._adapter_only = adapter_only
         self._emit = on_event or (lambda *_, **__: None)
         self._parent: int | None = None
 
     async def publish(self) -> VersionRecord:
         begin = time.monotonic()
         weights = await self._learner.weights(self._parent)
-        size = sum(tensor.nbytes for tensor in weights.tensors.values())
+        if self._adapter_only:
+            weights = replace(weights, tensors={})
+        size = weights.nbytes
         self._told("export", begin, weights, bytes=size)
         begin = time.monotonic()
         shown = await asyncio.gather(*(self._load(i, weights) for i in range(len(self._generators))))
