@@ -12,6 +12,7 @@ again.
 from __future__ import annotations
 
 import mmap
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,10 @@ from nearpolicy.generator.pages import EMPTY
 from nearpolicy.generator.scheduler import Plan, Scheduler
 from nearpolicy.models.attention import MIN_ROWS, PAGE, Queries, Rule, attend, exp, product
 from nearpolicy.models.shapes import AttentionShape
+
+
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000) if sys.platform == "linux" else 0
+"""Room for pages is no promise of memory: all of them are never used at once."""
 
 
 class KeyValueStore:
@@ -46,7 +51,7 @@ class KeyValueStore:
             if device.type != "cpu":
                 return torch.zeros(sizes, dtype=dtype, device=device)
             num_bytes = num_pages * shape.kv_heads * PAGE * width * dtype.itemsize
-            memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
             self._memory.append((memory, num_bytes // num_pages))
             return torch.frombuffer(memory, dtype=dtype).view(sizes)
 
