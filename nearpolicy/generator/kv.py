@@ -27,7 +27,6 @@ from nearpolicy.generator.scheduler import Plan, Scheduler
 from nearpolicy.models.attention import MIN_ROWS, PAGE, Queries, Rule, attend, exp, product
 from nearpolicy.models.shapes import AttentionShape
 
-
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000) if sys.platform == "linux" else 0
 """Room for pages is no promise of memory: all of them are never used at once."""
 
