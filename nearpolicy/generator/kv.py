@@ -121,10 +121,9 @@ class PagedContext:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
         keys, values = self._store.keys[layer], self._store.values[layer]
         if self._new_pages is not None:
-            keys[self._new_pages] = 0.0
-            fresh = values.new_zeros(len(self._new_pages), *values.shape[1:])
-            fresh[..., -1] = 1.0
-            values[self._new_pages] = fresh
+            keys.index_fill_(0, self._new_pages, 0.0)
+            values.index_fill_(0, self._new_pages, 0.0)
+            values.select(-1, -1).index_fill_(0, self._new_pages, 1.0)
         where, count = self._places(keys.shape[1]), len(self._written[0])
         keys.view(-1, keys.shape[-1]).index_copy_(0, where, k[:count].reshape(len(where), -1))
         values.view(-1, values.shape[-1])[:, :-1].index_copy_(0, where, v[:count].reshape(len(where), -1))
