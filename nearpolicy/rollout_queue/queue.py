@@ -42,8 +42,8 @@ class StalenessBoundedQueue:
         give_up: Callable[[int, str], None] | None = None,
         on_event: Callable[..., None] | None = None,
     ) -> None:
-        """``num_groups``: groups the run needs in all; no more are admitted, but for those given up, and once steps have
-        used so many the queue closes by itself.
+        """``num_groups``: groups the run needs in all; no more are admitted, but for those given up. Once steps have
+        used so many, the queue closes by itself.
 
         ``left_out``: dynamic sampling. Groups it gives a reason for end as filtered and later prompts take their place,
         as long as the next batch is found among ``max_rounds`` times its size consecutive admissions.

@@ -67,9 +67,7 @@ def group_of(admission: Admission, versions: tuple[int, ...] = (0,)) -> Group:
 def a_queue(
     *, per_step=2, bound=0, order="admission", at_bound="wait", num_slots=None, prompts=None, book=None, **options
 ) -> StalenessBoundedQueue:
-    ledger = Ledger(
-        prompts_per_step=per_step, max_staleness=bound, order=order, at_bound=at_bound, num_slots=num_slots
-    )
+    ledger = Ledger(prompts_per_step=per_step, max_staleness=bound, order=order, at_bound=at_bound, num_slots=num_slots)
     return StalenessBoundedQueue(ledger, prompts or Prompts(100), book or Book(), seed=7, **options)
 
 
