@@ -136,7 +136,7 @@ class RunConfig(ConfigModel):
     @property
     def num_slots(self) -> int:
         """Groups admitted but not yet in published weights, at most."""
-        return math.floor(self.generator.oversample * self.queue.num_slots)
+        return math.floor(self.generator.oversample * self.queue.num_slots + 1e-6)  # 1.15 * 20 is 22.999...
 
     @property
     def reference_is_base(self) -> bool:
@@ -203,9 +203,21 @@ def contradictions(config: RunConfig) -> Iterator[str]:
             f"generator.oversample={config.generator.oversample:g} starts more groups than may be trained within the "
             "bound; set queue.order: ready and queue.at_bound: drop or requeue, or leave it out"
         )
+    if config.generator.oversample > 1 and config.num_slots == queue.num_slots:
+        yield (
+            f"generator.oversample={config.generator.oversample:g} adds no group to the {queue.num_slots} of "
+            f"(queue.max_staleness + 1) * queue.prompts_per_step; use at least {1 + 1 / queue.num_slots:.3g}, or leave "
+            "it out"
+        )
+    rounds = math.ceil(config.num_slots / queue.prompts_per_step)
+    if config.generator.oversample > 1 and queue.dynamic_sampling and rounds > (queue.max_rounds or 0):
+        yield (
+            f"queue.max_rounds={queue.max_rounds} would keep generator.oversample={config.generator.oversample:g} "
+            f"from starting {config.num_slots} groups; use at least {rounds}"
+        )
     if config.num_slots > MOST_SLOTS or samples > MOST_COMPLETIONS:
         yield (
-            f"(queue.max_staleness + 1) * queue.prompts_per_step = {config.num_slots:,} groups at once and "
+            f"{_slots_in_words(config)} = {config.num_slots:,} groups at once and "
             f"sampling.num_generations * queue.prompts_per_step = {samples:,} completions per step "
             f"are more than the {MOST_SLOTS:,} and {MOST_COMPLETIONS:,} that this program is made for; lower them"
         )
@@ -214,6 +226,11 @@ def contradictions(config: RunConfig) -> Iterator[str]:
     yield from _task_contradictions(config)
     yield from _idle_settings(config)
     yield from _out_of_range(config.model_dump(), ())
+
+
+def _slots_in_words(config: RunConfig) -> str:
+    over = " * generator.oversample" if config.generator.oversample > 1 else ""
+    return f"(queue.max_staleness + 1) * queue.prompts_per_step{over}"
 
 
 def _objective_contradictions(config: RunConfig) -> Iterator[str]:

@@ -75,6 +75,16 @@ def test_unknown_key_on_the_command_line_names_the_override(load):
         ("objective: {entropy_coeff: 0.1}\n", "`entropy_coeff` is called `objective.entropy_coef` here"),
         ("generator: {oversample: 1.5}\n", "set queue.order: ready and queue.at_bound: drop or requeue"),
         ("queue: {at_bound: drop}\n", "queue.at_bound=drop has no effect with queue.order=admission"),
+        (
+            "queue: {order: ready, at_bound: drop, prompts_per_step: 2}\ngenerator: {oversample: 1.2}\n",
+            "generator.oversample=1.2 adds no group to the 4 of (queue.max_staleness + 1) * queue.prompts_per_step; "
+            "use at least 1.25",
+        ),
+        (
+            "queue: {order: ready, at_bound: drop, prompts_per_step: 4, dynamic_sampling: true, max_rounds: 2}\n"
+            "generator: {oversample: 1.5}\n",
+            "queue.max_rounds=2 would keep generator.oversample=1.5 from starting 12 groups; use at least 3",
+        ),
     ],
 )
 def test_foreign_spelling_gets_its_name_here(load, written, named):

@@ -327,7 +327,7 @@ def test_every_run_ends_within_bound_and_slots_whatever_the_delays_and_failures(
 
 @st.composite
 def dropping_runs(draw) -> dict:
-    run = draw(runs()) | {"order": "ready", "streaming": False, "failing": 0.0}
+    run = draw(runs()) | {"order": "ready", "streaming": False}
     slots = (run["bound"] + 1) * run["per_step"]
     return run | {
         "at_bound": draw(st.sampled_from(["drop", "requeue"])),

@@ -88,8 +88,11 @@ class SingleTurn:
             if len(tasks) == len(self._wanted) and all(task.done() for _, _, task in tasks):
                 return  # it has just completed, and the task group takes no more
             early.append(": ".join([reason, *filter(None, [self._missing(tasks)])]))
-            # What is left comes back as aborted.
-            judging.create_task(self._generator.abort([request.id for request in requests]))
+            abort = self._generator.abort([request.id for request in requests])
+            try:
+                judging.create_task(abort)  # what is left comes back as aborted
+            except RuntimeError:  # it is ending with an error
+                abort.close()
             for _, _, task in tasks:
                 task.cancel()
 

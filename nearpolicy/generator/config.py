@@ -80,7 +80,7 @@ class GeneratorConfig(ConfigModel):
     """Groups that may be generated at once, as a multiple of what the bound on staleness has room for. Above 1 the
     learner takes the groups that end first and slow ones are left behind, so `queue.order: ready` with
     `queue.at_bound: drop` or `requeue` is needed; with `on_sync: resume` or `continue` unfinished completions go on
-    under newer weights."""
+    under newer weights. A share of at least `1 - 1 / oversample` of all groups then expires, long completions first."""
     max_running: PositiveInt = 64
     """Sequences decoded at once."""
     kv_memory_mb: float | None = Field(None, gt=0, le=1e9)

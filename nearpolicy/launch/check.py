@@ -244,6 +244,24 @@ def _judge(reward: RewardConfig) -> str:
     return judged
 
 
+_ON_SYNC = {
+    "finish": "completions end under the weights they began with; the publication waits for the longest",
+    "resume": "completions go on under the new weights, their keys and values computed again",
+    "continue": "completions go on under the new weights, on the keys and values of the old ones",
+}
+
+
+def _stragglers(config: RunConfig) -> str:
+    """What the learner does about groups that take long."""
+    queue, over = config.queue, config.generator.oversample
+    if queue.at_bound == "wait":
+        order = "each group in turn" if queue.order == "admission" else "groups about to pass the bound"
+        return f"the learner waits for {order}"
+    after = "" if queue.at_bound == "drop" else ", and their prompts are asked again"
+    share = f"; of all groups at least {1 - 1 / over:.0%}, with generator.oversample={over:g}" if over > 1 else ""
+    return f"groups beyond the bound expire, finished or not{after}{share}"
+
+
 def _sizes(config: RunConfig) -> Lines:
     queue, sampling, updates = config.queue, config.sampling, config.learner.updates_per_step
     completions = config.completions_per_step
@@ -262,6 +280,9 @@ def _sizes(config: RunConfig) -> Lines:
     yield "decoded at once", f"{min(config.generator.max_running, ahead)} sequences"
     oldest = f"at most {count(queue.max_staleness, 'step')} when consumed"
     yield "staleness", f"{oldest}, {count(lag, 'update')} at the end of the step"
+    if queue.max_staleness or queue.at_bound != "wait":
+        yield "stragglers", _stragglers(config)
+        yield "running at a publication", _ON_SYNC[config.generator.on_sync]
     every = config.sync.weight_sync_steps
     yield "weights published", "after every step" if every == 1 else f"every {every} steps"
 

@@ -76,7 +76,8 @@ class Ledger:
         self.max_staleness = max_staleness
         self.num_slots = num_slots or (max_staleness + 1) * prompts_per_step
         self._order = order
-        self._drops = at_bound != "wait"
+        self.drops_at_bound = at_bound != "wait"
+        """Whether groups beyond the bound are given up, instead of being waited for in time."""
         self._held: dict[int, Held] = {}
         self.completed_steps = 0
         self.published = 0
@@ -126,7 +127,7 @@ class Ledger:
         above; a state put together from outside may have some that are ready, and they must not be consumed. Where
         groups are dropped at the bound, those still running belong to them: their oldest token may be of the version
         that they were admitted under."""
-        states = (State.READY, State.RUNNING) if self._drops else (State.READY,)
+        states = (State.READY, State.RUNNING) if self.drops_at_bound else (State.READY,)
         return sorted(
             held.index
             for held in self._held.values()
@@ -158,7 +159,7 @@ class Ledger:
             return [held.index for held in first]
         chosen = sorted(ready, key=lambda held: (held.version, held.index))[:count]
         indices = {held.index for held in chosen}
-        if self._drops:  # what is left behind expires when its time comes
+        if self.drops_at_bound:  # what is left behind expires when its time comes
             return sorted(indices)
         left = [held.version for held in waiting if held.index not in indices]
         if not remaining_fit(

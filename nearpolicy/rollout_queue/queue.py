@@ -4,7 +4,7 @@ reserve -> Slot       waits for a free slot              woken by retire, and by
 fill(slot, group)     never waits                        wakes take
 peek(n) -> groups     waits for a further group that is sure to be in the next batch
 take(n) -> groups     waits for a batch                  woken by fill; an error if nothing but failures comes
-complete, retire      never wait                         wake reserve
+complete, retire      never wait                         retire wakes reserve
 expire                never waits                        wakes reserve
 close                 never waits                        the end: nothing more is admitted, what comes is aborted
 """
@@ -42,13 +42,15 @@ class StalenessBoundedQueue:
         give_up: Callable[[int, str], None] | None = None,
         on_event: Callable[..., None] | None = None,
     ) -> None:
-        """``num_groups``: groups the run needs in all; no more are admitted, but for those given up.
+        """``num_groups``: groups the run needs in all; no more are admitted, but for those given up. Once steps have
+        used so many, the queue closes by itself.
 
         ``left_out``: dynamic sampling. Groups it gives a reason for end as filtered and later prompts take their place,
         as long as the next batch is found among ``max_rounds`` times its size consecutive admissions.
 
-        Where the ledger drops groups at the bound, ``give_up`` is told which of those still running are not wanted any
-        more, and why; with ``requeue`` their prompts are admitted once more.
+        ``give_up`` is told which groups that still run are not wanted any more, and why: those beyond the bound, where
+        the ledger drops them, and those left when the queue closes. With ``requeue`` the prompts of groups beyond the
+        bound are admitted once more.
         """
         self._requeues = requeue
         self._give_up = give_up or (lambda admission, reason: None)
@@ -77,6 +79,9 @@ class StalenessBoundedQueue:
         self._emit = on_event or (lambda *_, **__: None)
         self._groups: dict[int, Group] = {}
         self._changed = asyncio.Event()
+        self._num_taken = 0
+        self._between_steps = False
+        """A step is done, and neither is it published nor has the next one begun."""
         self._data_ended = False
         self._closed = False
         self.num_failed = 0
@@ -89,11 +94,9 @@ class StalenessBoundedQueue:
         """Groups that were beyond the bound before they could be consumed."""
 
     async def reserve(self) -> Slot | None:
-        await self._until(lambda: self._no_more or (self._ledger.can_admit and self._more_are_needed))
-        prompt = self._next_prompt()
-        if prompt is None:
-            self._changed.set()
-            return None
+        while (prompt := await self._next_prompt()) is None:
+            if self._no_more:
+                return None
         held = self._ledger.admit()
         if self._requeues:
             self._prompt_of[held.index] = prompt
@@ -102,14 +105,18 @@ class StalenessBoundedQueue:
         self._emit("admit", admission=held.index, version=held.version)
         return Slot(admission=admission)
 
-    def _next_prompt(self) -> Prompt | None:
-        if self._closed:
+    async def _next_prompt(self) -> Prompt | None:
+        """Waits until it may be admitted; None if there is none at the moment."""
+        await self._until(lambda: self._no_more or (self._has_prompt and self._may_admit))
+        if self._no_more:
             return None
         if self._again:
             self._num_again += 1
             return self._again.popleft()
-        prompt = None if self._data_ended else self._prompts.prompt(self._ledger.next_index - self._num_again)
-        self._data_ended = prompt is None
+        prompt = self._prompts.prompt(self._ledger.next_index - self._num_again)
+        if prompt is None:
+            self._data_ended = True
+            self._changed.set()
         return prompt
 
     def fill(self, slot: Slot, group: Group) -> None:
@@ -169,6 +176,7 @@ class StalenessBoundedQueue:
         if indices is None:
             indices = sorted(self._groups)
         self._ledger.consume(indices)
+        self._num_taken += len(indices)
         self._emit("take", groups=len(indices))
         for index in indices:
             self._prompt_of.pop(index, None)
@@ -177,6 +185,7 @@ class StalenessBoundedQueue:
 
     async def _wait_for_batch(self, count: int, or_when: Callable[[], bool] = lambda: False) -> None:
         """Until `take` has an answer, which may be an error."""
+        self._admit_again()
         try:
             async with asyncio.timeout(self._stall_timeout_s):
                 await self._until(
@@ -195,10 +204,16 @@ class StalenessBoundedQueue:
         if step != self._ledger.completed_steps:
             raise ValueError(f"step {step} completed, but {self._ledger.completed_steps} was in progress")
         self._ledger.complete()
+        self._between_steps = True
         self.expire()
+        if self._num_groups is not None and self._num_taken >= self._num_groups:
+            self.close()
 
     def expire(self) -> None:
-        """Give up groups beyond the bound: counted, never consumed, replaced by later prompts or asked again."""
+        """Give up groups beyond the bound: counted, never consumed, replaced by later prompts or asked again.
+
+        After a step their slots stay empty until it is published, or the next one begins without that: who is admitted
+        sooner counts from the older weights, and expires the sooner for it."""
         for index in self._ledger.overdue():
             self.num_expired += 1
             done, bound = self._ledger.completed_steps, self._ledger.max_staleness
@@ -215,12 +230,17 @@ class StalenessBoundedQueue:
             else:
                 self._expired_running[index] = reason
                 self._give_up(index, reason)
+            self._search_from = max(self._search_from, self._oldest_left)
             self._changed.set()
 
     def close(self) -> None:
         """The run ends: nothing more is admitted, and groups that no step has used are aborted, those too that are
         filled later."""
+        if self._closed:
+            return
         self._closed = True
+        for index in self._ledger.indices(State.RUNNING):
+            self._give_up(index, ENDED)
         for index in sorted(self._groups):
             self._ledger.give_up(index)
             self._store.discarded(self._groups.pop(index), Fate.ABORTED, ENDED)
@@ -228,7 +248,13 @@ class StalenessBoundedQueue:
 
     def retire(self, version: int) -> None:
         self._ledger.retire(version)
+        self._admit_again()
         self._changed.set()
+
+    def _admit_again(self) -> None:
+        if self._between_steps:
+            self._between_steps = False
+            self._changed.set()
 
     @property
     def num_waiting(self) -> int:
@@ -236,8 +262,18 @@ class StalenessBoundedQueue:
         return len(self._groups)
 
     @property
+    def _has_prompt(self) -> bool:
+        return bool(self._again) or not self._data_ended
+
+    @property
     def _no_more(self) -> bool:
-        return (self._data_ended and not self._again) or self._closed
+        """Nothing will be admitted any more; groups that run or wait may still expire, and their prompts come again."""
+        return self._closed or not (self._has_prompt or self._prompt_of)
+
+    @property
+    def _may_admit(self) -> bool:
+        waits = self._between_steps and self._ledger.drops_at_bound
+        return self._ledger.can_admit and self._more_are_needed and not waits
 
     @property
     def _more_are_needed(self) -> bool:
@@ -252,6 +288,12 @@ class StalenessBoundedQueue:
         self._search_from = min([*left, *(index + 1 for index in consumed[-1:])], default=self._search_from)
         self._reasons = {index: reason for index, reason in self._reasons.items() if index >= self._search_from}
         self._changed.set()
+
+    @property
+    def _oldest_left(self) -> int:
+        """First admission that may belong to the next batch, or was left out of it."""
+        left = [*self._ledger.indices(State.RUNNING), *self._ledger.indices(State.READY), *self._reasons]
+        return min(left, default=self._ledger.next_index)
 
     @property
     def _window_is_used_up(self) -> bool:

@@ -299,6 +299,48 @@ def test_at_the_end_of_a_run_what_is_running_comes_back_with_its_tokens_and_is_n
     assert group.num_sampled == 8
 
 
+def test_a_group_given_up_while_it_is_generated_and_judged_comes_back_with_its_tokens_and_is_not_tried_again():
+    async def scenario() -> Group:
+        generator = Generator(never=(2,))
+        environment = Bounded(single_turn(generator, Verifier(order=(0, 1), silent=(1,))), timeout_s=20, retries=3)
+        running = asyncio.create_task(environment.run(ADMISSION))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        environment.give_up(ADMISSION.index, "too old")
+        environment.give_up(ADMISSION.index, "twice")
+        group = await running
+        assert len(generator.requests) == 1
+        return group
+
+    group = asyncio.run(scenario())
+    assert group.failure == "too old: samples [2, 3] of 4 were not generated and samples [1] of 4 were not judged"
+    assert group.num_sampled == 8
+
+
+def test_a_group_given_up_while_its_engine_dies_leaves_the_engines_error_to_speak():
+    class Dies(Generator):
+        async def submit(self, request):
+            async for completion in super().submit(request):
+                yield completion
+                await asyncio.sleep(0)
+                if completion.sample == 1:
+                    raise EngineError("the engine stopped")
+
+    class SlowToStop(Verifier):
+        async def score(self, prompt, rollout, *, admission=None):
+            try:
+                await asyncio.Event().wait()
+            finally:
+                environment.give_up(ADMISSION.index, "too old")  # what it raises would end the run instead
+                told.append(rollout.sample)
+
+    told: list[int] = []
+    environment = Bounded(single_turn(Dies(), SlowToStop()), timeout_s=20, retries=0)
+    with pytest.raises(EngineError, match="the engine stopped"):
+        run(environment)
+    assert sorted(told) == [0, 1]
+
+
 @pytest.mark.parametrize("turns", range(6))
 def test_a_group_that_completes_just_as_the_run_ends_is_kept(turns):
     class Telling(Verifier):

@@ -14,6 +14,7 @@ import pytest
 from nearpolicy.config import RunConfig, load_recipe
 from nearpolicy.errors import DataError, RolloutsError, RunFolderError, UserError, VerifierError
 from nearpolicy.launch.build import _threads
+from nearpolicy.launch.inspect import inspect_run
 from nearpolicy.launch.session import Session, run_session
 from nearpolicy.launch.sizes import memory_by_owner, model_shape
 from nearpolicy.models.numerics import Numerics
@@ -248,3 +249,24 @@ def test_a_profiled_run_writes_a_trace_with_every_role_on_it(config, tmp_path):
     assert sum(e["name"] == "forward_backward" for e in events) == 1  # of the first step alone
     run_session(Session(config=config("run.dir=other")))
     assert not (tmp_path / "other" / "trace.json").exists()
+
+
+@pytest.mark.parametrize("at_bound", ["drop", "requeue"])
+def test_groups_beyond_the_bound_expire_with_a_reason_that_inspect_shows_and_the_run_goes_on(config, capsys, at_bound):
+    recipe = config(
+        "queue.order=ready", f"queue.at_bound={at_bound}", "queue.max_staleness=0", "generator.oversample=3",
+        "generator.on_sync=continue", "sampling.max_completion_length=12", "run.steps=3", "run.dir=mine",
+    )  # fmt: skip
+    summary = run_session(Session(config=recipe))
+    assert summary["ended"] == "finished" and summary["ledger"]["expired"] > 0 and not summary["ledger"]["in_flight"]
+    with RunReader(Path("mine")) as run:
+        expired = [event for event in run.events() if event.kind == "expire"]
+        lines = run.metrics()
+    assert {event.numbers["reason"] for event in expired} == {
+        f"version {v} with {v + 1} steps completed, queue.max_staleness is 0" for v in range(3)
+    }
+    assert sum(line.get("batch/expired_groups", 0) for line in lines) == len(expired) >= 2 * 3
+    first = expired[0].admission
+    inspect_run(Path("mine"), group=first)
+    shown = " ".join(capsys.readouterr().out.replace("│", "").split())
+    assert "(version 0 with 1 steps completed, queue.max_staleness is 0)" in shown

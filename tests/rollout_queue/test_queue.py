@@ -64,8 +64,10 @@ def group_of(admission: Admission, versions: tuple[int, ...] = (0,)) -> Group:
     )
 
 
-def a_queue(*, per_step=2, bound=0, order="admission", prompts=None, book=None, **options) -> StalenessBoundedQueue:
-    ledger = Ledger(prompts_per_step=per_step, max_staleness=bound, order=order)
+def a_queue(
+    *, per_step=2, bound=0, order="admission", at_bound="wait", num_slots=None, prompts=None, book=None, **options
+) -> StalenessBoundedQueue:
+    ledger = Ledger(prompts_per_step=per_step, max_staleness=bound, order=order, at_bound=at_bound, num_slots=num_slots)
     return StalenessBoundedQueue(ledger, prompts or Prompts(100), book or Book(), seed=7, **options)
 
 
@@ -424,5 +426,117 @@ def test_a_group_that_grows_too_old_while_it_waits_frees_its_slot_for_a_later_pr
         queue.complete(0)  # a step that consumed nothing: the group is of version 0 and one step behind now
         assert [fate for _, fate, _ in book.discarded_groups] == [Fate.EXPIRED]
         assert (await queue.reserve()).admission.index == 1
+
+    asyncio.run(scenario())
+
+
+DROPS = {"order": "ready", "at_bound": "requeue", "requeue": True}
+
+
+async def reserved(queue, count: int) -> list:
+    """What ``count`` producers get who ask now; those that have to wait ask no more."""
+    asked = [asyncio.create_task(queue.reserve()) for _ in range(count)]
+    await settle()
+    for task in asked:
+        task.cancel()
+    return [task.result() for task in asked if task.done()]
+
+
+def test_what_expires_after_a_step_is_replaced_under_the_weights_of_that_step():
+    async def scenario() -> None:
+        given_up: list[int] = []
+        queue = a_queue(per_step=1, bound=0, num_slots=3, give_up=lambda i, why: given_up.append(i), **DROPS)
+        slots = await reserved(queue, 3)
+        queue.fill(slots[0], group_of(slots[0].admission))
+        await queue.take(1)
+        queue.complete(0)
+        assert given_up == [1, 2]
+        assert await reserved(queue, 3) == []  # under version 0 they would be beyond the bound at once
+        queue.retire(1)
+        again = await reserved(queue, 4)
+        assert [(slot.admission.prompt.id, slot.admission.version) for slot in again] == [("1", 1), ("2", 1), ("3", 1)]
+        queue.fill(slots[1], failed(slots[1].admission, "given up"))
+        assert queue.num_expired == 2 and given_up == [1, 2]
+
+    asyncio.run(scenario())
+
+
+def test_between_publications_what_expires_is_replaced_when_the_next_step_begins():
+    async def scenario() -> None:
+        queue = a_queue(per_step=1, bound=2, num_slots=4, **DROPS)
+        slots = await reserved(queue, 4)
+        for step in range(3):  # versions 2, 4, ... are published
+            queue.fill(slots[step], group_of(slots[step].admission))
+            await queue.take(1)
+            queue.complete(step)
+            if step == 1:
+                queue.retire(2)
+                await reserved(queue, 2)
+        assert queue.num_expired == 1  # the last group of version 0
+        assert await reserved(queue, 1) == []
+        step = asyncio.create_task(queue.take(1))
+        await settle()
+        assert [(slot.admission.prompt.id, slot.admission.version) for slot in await reserved(queue, 1)] == [("3", 2)]
+        step.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_a_prompt_that_expires_after_the_data_has_ended_is_asked_again():
+    async def scenario() -> None:
+        queue = a_queue(per_step=1, bound=0, num_slots=2, prompts=Prompts(2, epochs=1), stall_timeout_s=5.0, **DROPS)
+        slots = [await queue.reserve() for _ in range(2)]
+        producers = [asyncio.create_task(queue.reserve()) for _ in range(2)]
+        queue.fill(slots[0], group_of(slots[0].admission))
+        await queue.take(1)
+        await settle()
+        assert not any(task.done() for task in producers)  # prompt 1 is running, and may come again
+        queue.complete(0)
+        queue.retire(1)
+        await settle()
+        [again] = [task.result() for task in producers if task.done()]
+        assert (again.admission.index, again.admission.prompt.id) == (2, "1")
+        queue.fill(again, group_of(again.admission, (1,)))
+        assert [group.index for group in await queue.take(1)] == [2]
+        await settle()
+        assert [task.result() for task in producers].count(None) == 1  # nothing can come any more
+        assert await queue.take(1) == []
+
+    asyncio.run(scenario())
+
+
+def test_the_queue_closes_once_steps_have_used_all_that_the_run_needs():
+    async def scenario() -> None:
+        book, given_up = Book(), {}
+        queue = a_queue(
+            per_step=1, bound=1, num_slots=4, num_groups=1, book=book, give_up=given_up.__setitem__, **DROPS
+        )
+        slots = await reserved(queue, 4)
+        assert len(slots) == 3  # the one that is needed, and two to choose from
+        for slot in slots[:2]:
+            queue.fill(slot, group_of(slot.admission))
+        await queue.take(1)
+        queue.complete(0)
+        assert given_up == {2: "the run ended before a step used it"}  # no publication need wait for it
+        assert book.discarded_groups == [(1, Fate.ABORTED, "the run ended before a step used it")]
+        queue.retire(1)
+        assert await queue.reserve() is None
+        queue.fill(slots[2], failed(slots[2].admission, given_up[2]))
+        assert book.discarded_groups[1:] == [(2, Fate.ABORTED, "the run ended before a step used it")]
+        assert (queue.num_failed, queue.num_expired) == (0, 0)
+
+    asyncio.run(scenario())
+
+
+def test_groups_that_expire_do_not_use_up_the_rounds_of_dynamic_sampling():
+    async def scenario() -> None:
+        queue = a_queue(per_step=1, bound=0, num_slots=2, left_out=lambda group: None, max_rounds=2, **DROPS)
+        for step in range(5):
+            slow, quick = await reserved(queue, 2)
+            queue.fill(quick, group_of(quick.admission, (step,)))
+            assert [group.index for group in await queue.take(1)] == [quick.admission.index]
+            queue.complete(step)
+            queue.fill(slow, failed(slow.admission, "given up"))
+            queue.retire(step + 1)
 
     asyncio.run(scenario())
