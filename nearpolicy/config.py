@@ -188,6 +188,8 @@ def contradictions(config: RunConfig) -> Iterator[str]:
         )
     if config.run.numerics == "exact" and config.model.dtype != "float32":
         yield f"run.numerics=exact needs model.dtype=float32, found {config.model.dtype}; use run.numerics=fast"
+    if config.generator.weights != "same":
+        yield from _packed_contradictions(config)
     samples = queue.prompts_per_step * sampling.num_generations
     if config.generator.oversample > 1 and queue.at_bound == "wait":
         yield (
@@ -205,6 +207,15 @@ def contradictions(config: RunConfig) -> Iterator[str]:
     yield from _task_contradictions(config)
     yield from _idle_settings(config)
     yield from _out_of_range(config.model_dump(), ())
+
+
+def _packed_contradictions(config: RunConfig) -> Iterator[str]:
+    """What an engine with another form of the weights cannot keep."""
+    wanted = f"generator.weights={config.generator.weights}"
+    if config.numerics == "exact":
+        yield f"{wanted} makes engine and learner differ; set run.numerics=fast, or leave it out for exact numerics"
+    if config.model.dtype != "float32":
+        yield f"{wanted} is a copy of float32 weights and model.dtype is {config.model.dtype}; leave it out"
 
 
 def _objective_contradictions(config: RunConfig) -> Iterator[str]:

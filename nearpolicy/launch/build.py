@@ -116,7 +116,15 @@ def start_engine(
         max_length=longest_sequence(config),
         kv_memory_mb=config.generator.kv_memory_mb,
     )
-    engine = Engine(policy, limits, numerics, threads=threads, decode=language.renderer.decode, on_event=on_event)
+    engine = Engine(
+        policy,
+        limits,
+        numerics,
+        weights=config.generator.weights,
+        threads=threads,
+        decode=language.renderer.decode,
+        on_event=on_event,
+    )
     runner = EngineRunner(
         engine,
         on_sync=config.generator.on_sync,
@@ -306,6 +314,8 @@ def memory_by_owner(engine: Engine, learner: PolicyLearner) -> dict[str, float]:
         "learner: gradients": weights,
         "learner: AdamW": 2 * sum(4 * p.numel() for p in learner.policy.parameters()) / mib,
     }
+    if engine.packed is not None:
+        owners["engine: packed weights"] = engine.packed.num_bytes / mib
     if learner.reference is not None:
         owners["learner: reference"] = sum(p.nbytes for p in learner.reference.parameters()) / mib
     if learner.critic is not None:

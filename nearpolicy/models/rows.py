@@ -125,7 +125,7 @@ class RowContext:
         if key not in self._masks:
             rows, mask = self.parts[part].positions, None
             if not sees_all(int(rows.min()), int(rows.max()), page, window):
-                rows = rows.reshape(-1).repeat(per_kv)[:, None]  # numpy: each, so many times
+                rows = rows.reshape(-1).repeat(per_kv)[:, None]
                 keys = np.arange(page * PAGE, (page + 1) * PAGE)
                 hidden = keys > rows if window is None else (keys > rows) | (keys <= rows - window)
                 mask = torch.from_numpy(np.where(hidden, -np.inf, 0.0).astype(np.float32))
