@@ -92,9 +92,7 @@ class Transformers:
             def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
                 return input_ids.shape[1] - width >= flat
 
-        config = GenerationConfig(
-            max_new_tokens=int(flat.max()), pad_token_id=0, eos_token_id=-1, **_how(temperature)
-        )
+        config = GenerationConfig(max_new_tokens=int(flat.max()), pad_token_id=0, eos_token_id=-1, **_how(temperature))
         with torch.inference_mode():
             out = self.model.generate(
                 ids, attention_mask=mask, generation_config=config, stopping_criteria=[AtLength()]

@@ -197,6 +197,8 @@ def contradictions(config: RunConfig) -> Iterator[str]:
         )
     if config.run.numerics == "exact" and config.model.dtype != "float32":
         yield f"run.numerics=exact needs model.dtype=float32, found {config.model.dtype}; use run.numerics=fast"
+    if config.generator.weights != "same":
+        yield from _packed_contradictions(config)
     samples = queue.prompts_per_step * sampling.num_generations
     if config.generator.oversample > 1 and queue.at_bound == "wait":
         yield (
@@ -231,6 +233,15 @@ def contradictions(config: RunConfig) -> Iterator[str]:
 def _slots_in_words(config: RunConfig) -> str:
     over = " * generator.oversample" if config.generator.oversample > 1 else ""
     return f"(queue.max_staleness + 1) * queue.prompts_per_step{over}"
+
+
+def _packed_contradictions(config: RunConfig) -> Iterator[str]:
+    """What an engine with another form of the weights cannot keep."""
+    wanted = f"generator.weights={config.generator.weights}"
+    if config.numerics == "exact":
+        yield f"{wanted} makes engine and learner differ; set run.numerics=fast, or leave it out for exact numerics"
+    if config.model.dtype != "float32":
+        yield f"{wanted} is a copy of float32 weights and model.dtype is {config.model.dtype}; leave it out"
 
 
 def _objective_contradictions(config: RunConfig) -> Iterator[str]:

@@ -60,10 +60,23 @@ def strict_mkl_branch() -> str | None:
         return None
     if "GenuineIntel" not in text:
         return None
-    flags = next((line.split() for line in text.splitlines() if line.startswith("flags")), [])
+    flags = _cpu_flags(text)
     if "avx512f" in flags:
         return "AVX512,STRICT"
     return "AVX2,STRICT" if "avx2" in flags else None
+
+
+def bfloat16_products(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this processor multiplies bfloat16 numbers itself."""
+    try:
+        text = cpuinfo.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(_cpu_flags(text))
+
+
+def _cpu_flags(cpuinfo: str) -> list[str]:
+    return next((line.split() for line in cpuinfo.splitlines() if line.startswith("flags")), [])
 
 
 def num_cores() -> int:

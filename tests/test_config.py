@@ -245,6 +245,8 @@ def test_run_is_named_after_the_recipe_unless_it_has_a_name(load):
         (["objective.loss=opd", "objective.reference=x", "learner.minibatches=2"], ["is 2; set both to 1"]),
         (["learner.max_tokens_per_microbatch=100"], ["learner.max_tokens_per_microbatch=100", "768"]),
         (["run.numerics=exact", "model.dtype=bfloat16"], ["run.numerics=exact", "bfloat16"]),
+        (["generator.weights=bfloat16"], ["generator.weights=bfloat16", "set run.numerics=fast"]),
+        (["generator.weights=bfloat16", "model.dtype=bfloat16"], ["generator.weights=bfloat16", "leave it out"]),
         (["evaluation.every=5", "tasks.0.held_out=0"], ["evaluation.every=5", "tasks.0.held_out"]),
         (["evaluation.prompts=50", "tasks.0.held_out=0"], ["evaluation.prompts=50", "tasks.0.held_out"]),
         (["evaluation.every=3", "sync.weight_sync_steps=2"], ["evaluation.every=3", "sync.weight_sync_steps=2"]),

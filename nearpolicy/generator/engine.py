@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nearpolicy.generator.adapted import AdaptedModel
 from nearpolicy.generator.kv import DecodeLayout, KeyValueStore, PagedContext
+from nearpolicy.generator.packed import packed_weights
 from nearpolicy.generator.pages import pages_for
 from nearpolicy.generator.sampling import draw, sampled_logprobs, uniforms
 from nearpolicy.generator.scheduler import Plan, Scheduler, Sequence
@@ -68,12 +69,14 @@ class Engine:
         limits: EngineLimits,
         numerics: Numerics,
         *,
+        weights: str = "same",
         threads: int = 1,
         version: int = 0,
         decode: Callable[[list[int]], str] | None = None,
         on_event: EventSink | None = None,
     ) -> None:
-        """``decode`` turns token ids into text; only requests with stop strings need it."""
+        """``weights``: the form of the policy's weights that products are computed from (`GeneratorConfig.weights`).
+        ``decode`` turns token ids into text; only requests with stop strings need it."""
         self.policy = policy
         self.scheduler = Scheduler(limits.num_pages, limits.max_running, limits.prefill_chunk, limits.max_length)
         self.scheduler.version = version
@@ -84,6 +87,7 @@ class Engine:
         self._numerics = numerics
         self._adapted = AdaptedModel(policy.model)
         self.threads = threads
+        self.packed = packed_weights(weights, policy.model)
         self._decode = decode
         self._emit = on_event or (lambda *_, **__: None)
 
@@ -269,6 +273,8 @@ class Engine:
         else:
             shown = load_and_digest(self.policy.model, weights.tensors)
         require_held("the engine", version, weights.digests, shown)
+        if self.packed is not None:
+            self.packed.pack()
         self.scheduler.version = version
         return shown
 

@@ -119,7 +119,15 @@ def start_engine(
         max_length=longest_sequence(config),
         kv_memory_mb=config.generator.kv_memory_mb,
     )
-    engine = Engine(policy, limits, numerics, threads=threads, decode=language.renderer.decode, on_event=on_event)
+    engine = Engine(
+        policy,
+        limits,
+        numerics,
+        weights=config.generator.weights,
+        threads=threads,
+        decode=language.renderer.decode,
+        on_event=on_event,
+    )
     runner = EngineRunner(
         engine,
         on_sync=config.generator.on_sync,
@@ -319,6 +327,8 @@ def memory_by_owner(engine: Engine, learner: PolicyLearner) -> dict[str, float]:
     }
     if engine.base_bytes:
         owners["engine: base weights"] = engine.base_bytes / mib
+    if engine.packed is not None:
+        owners["engine: packed weights"] = engine.packed.num_bytes / mib
     if learner.reference is not None and learner.reference.model is not learner.policy.model:
         owners["learner: reference"] = sum(p.nbytes for p in learner.reference.parameters()) / mib
     if learner.critic is not None:

@@ -67,11 +67,15 @@ def refuse(config: RunConfig, *, makes_run: bool) -> ModelShape | None:
     ``makes_run``: whether `run.dir` will be taken (the recipe of a finished run names its own folder). Returns the
     model's shape, or None if it lies on a hub and has not been fetched.
     """
+    from nearpolicy.generator.config import NO_BFLOAT16
     from nearpolicy.launch.sizes import critic_shape, memory_refusal, model_shape, reference_shape
+    from nearpolicy.machine import bfloat16_products
     from nearpolicy.store.folder import refuse_unusable
     from nearpolicy.tasks.sources import check_exists
 
     problems, shape = list(_package_problems(config)) if makes_run else [], None
+    if config.generator.weights == "bfloat16" and not bfloat16_products():
+        problems.append(NO_BFLOAT16)
     try:
         shape = model_shape(config.model)
     except UserError as error:
@@ -192,7 +196,8 @@ def _run(config: RunConfig) -> Lines:
     objective, total = config.objective, sum(task.weight for task in config.tasks)
     yield "name", config.run.name
     yield "folder", config.run.dir or f"runs/{config.run.name}-NUMBER"
-    yield "numerics", config.numerics
+    packed = "" if config.generator.weights == "same" else f", engine computes from {config.generator.weights} weights"
+    yield "numerics", config.numerics + packed
     yield "order", "synchronous" if config.queue.max_staleness == 0 else f"asynchronous, order {config.queue.order}"
     yield "objective", f"{objective.advantage}, {objective.loss}, correction {objective.correction}"
     if objective.kl_coef:

@@ -189,6 +189,8 @@ def memory_by_owner(config: RunConfig, shape: ModelShape) -> dict[str, float]:
         "engine: keys and values": kv,
         "engine: activations": engine / MB,
     }
+    if config.generator.weights == "bfloat16":
+        owners["engine: packed weights"] = shape.parameters * 2 / MB
     if (reference := reference_shape(config, shape)) is not None:
         owners["learner: reference"] = reference.parameters * size / MB
     if (critic := critic_shape(config, shape)) is not None:

@@ -28,7 +28,6 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 NAME = "nearpolicy"
 PAGE = 64
@@ -36,7 +35,7 @@ MIN_ROWS = 4
 """Fewest rows of a product inside attention; fewer would take another kernel."""
 LOG2_E = math.log2(math.e)
 QUERY_CHUNK = 256
-"""Query positions scored at once; longer blocks go in chunks, recomputed in backward."""
+"""Query positions scored at once; longer blocks go in chunks, whose weights backward computes again."""
 
 PageOf = Callable[[int], tuple[Tensor, Tensor]]
 """Page number -> keys [n, KV, PAGE, D] and values with a column of ones [n, KV, PAGE, Dv + 1]."""
@@ -69,6 +68,11 @@ def with_ones(v: Tensor) -> Tensor:
     return torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
 
 
+def sees_all(first: int, last: int, page: int, window: int | None) -> bool:
+    """Whether queries at positions ``first`` .. ``last`` see every key of a page."""
+    return first >= (page + 1) * PAGE - 1 and (window is None or last - page * PAGE < window)
+
+
 class Queries:
     """The queries of ``n`` sequences, ``R`` each: their positions, and the masks that follow, made once per forward."""
 
@@ -80,13 +84,18 @@ class Queries:
             for start in range(0, len(last_positions), QUERY_CHUNK)
         ]
         """Pages that each chunk of queries can see at all."""
-        self._masks: dict[tuple[int, int, int, int | None, torch.dtype], Tensor] = {}
+        self._masks: dict[tuple[int, int, int, int | None, torch.dtype], Tensor | None] = {}
 
-    def mask(self, chunk: int, page: int, per_kv: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """[n, 1, rows, PAGE]: -inf where the folded rows of the chunk do not see a key of the page, 0 elsewhere."""
+    def mask(self, chunk: int, page: int, per_kv: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """[n, 1, rows, PAGE]: -inf where the folded rows of the chunk do not see a key of the page, 0 elsewhere; None
+        if they see all of them."""
         key = (chunk, page, per_kv, window, dtype)
         if key not in self._masks:
-            rows = self.positions[:, chunk * QUERY_CHUNK : (chunk + 1) * QUERY_CHUNK].repeat_interleave(per_kv, dim=1)
+            rows = self.positions[:, chunk * QUERY_CHUNK : (chunk + 1) * QUERY_CHUNK]
+            if sees_all(int(rows.min()), int(rows.max()), page, window):
+                self._masks[key] = None
+                return None
+            rows = rows.repeat_interleave(per_kv, dim=1)
             rows = F.pad(rows, (0, max(0, MIN_ROWS - rows.shape[1])))[..., None]
             keys = torch.arange(page * PAGE, (page + 1) * PAGE, device=rows.device)
             hidden = keys > rows
@@ -98,18 +107,12 @@ class Queries:
 
 
 def attend(q: Tensor, queries: Queries, page_of: PageOf, rule: Rule) -> Tensor:
-    """Attention of n sequences over their own keys. q: [n, R, H, D], scaled. Returns [n, R, H, Dv]."""
-    num_chunks = len(queries.chunk_pages)
-    if num_chunks == 1:
-        return _attend_chunk(q, 0, queries, page_of, rule)
-    outs = []
-    for c in range(num_chunks):
-        arguments = (q[:, c * QUERY_CHUNK : (c + 1) * QUERY_CHUNK], c, queries, page_of, rule)
-        if torch.is_grad_enabled():
-            outs.append(checkpoint(_attend_chunk, *arguments, use_reentrant=False, preserve_rng_state=False))
-        else:
-            outs.append(_attend_chunk(*arguments))
-    return torch.cat(outs, dim=1)
+    """Attention of n sequences over their own keys. q: [n, R, H, D], scaled. Returns [n, R, H, Dv]. No gradient."""
+    outs = [
+        _attend_chunk(q[:, c * QUERY_CHUNK : (c + 1) * QUERY_CHUNK], c, queries, page_of, rule)
+        for c in range(len(queries.chunk_pages))
+    ]
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
 
 def _attend_chunk(q: Tensor, chunk: int, queries: Queries, page_of: PageOf, rule: Rule) -> Tensor:
@@ -123,24 +126,37 @@ def _attend_chunk(q: Tensor, chunk: int, queries: Queries, page_of: PageOf, rule
         folded = F.pad(folded, (0, 0, 0, MIN_ROWS - rows))
     scores = []
     for page, k in enumerate(keys):
-        s = product(folded, k.transpose(-1, -2))
-        if rule.softcap is not None:
-            s = torch.tanh(s / rule.softcap) * rule.softcap
-        scores.append(s + queries.mask(chunk, page, per_kv, rule.window, s.dtype))
-    top = scores[0].detach().amax(dim=-1, keepdim=True)
-    for s in scores[1:]:
-        top = torch.maximum(top, s.detach().amax(dim=-1, keepdim=True))
+        s = soften(product(folded, k.transpose(-1, -2)), rule.softcap)
+        mask = queries.mask(chunk, page, per_kv, rule.window, s.dtype)
+        scores.append(s if mask is None else s.add_(mask))
     sinks = None
     if rule.sinks is not None:
         sinks = _fold_sinks(rule.sinks.to(folded.dtype), kv_heads, per_kv, num_queries, folded.shape[2])
-        top = torch.maximum(top, sinks.detach())
-    out = product(exp(scores[0] - top), values[0])
-    for s, v in zip(scores[1:], values[1:], strict=True):
-        out = out + product(exp(s - top), v)
+    top = to_weights(scores, sinks)
+    out = product(scores[0], values[0])
+    for w, v in zip(scores[1:], values[1:], strict=True):
+        out += product(w, v)
     denominator = out[..., -1:]
     if sinks is not None:
         denominator = denominator + exp(sinks - top)
     return _unfold((out[..., :-1] / denominator)[:, :, :rows], num_queries, per_kv)
+
+
+def soften(scores: Tensor, softcap: float | None) -> Tensor:
+    """Scores with a layer's soft-cap, in place."""
+    return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
+
+
+def to_weights(scores: Sequence[Tensor], sinks: Tensor | None) -> Tensor:
+    """Turn the scores of all pages, [..., rows, PAGE], into exponentials in place; what was taken off them before."""
+    top = scores[0].amax(dim=-1, keepdim=True)
+    for s in scores[1:]:
+        torch.maximum(top, s.amax(dim=-1, keepdim=True), out=top)
+    if sinks is not None:
+        top = torch.maximum(top, sinks)
+    for s in scores:
+        exp(s.sub_(top), in_place=True)
+    return top
 
 
 def exp(x: Tensor, *, in_place: bool = False) -> Tensor:

@@ -167,3 +167,31 @@ def test_scores_and_their_gradients_are_those_of_the_definitions_written_out(whi
     torch.testing.assert_close(tuple(score_tokens(logits, targets, temperature, theirs)), plain, rtol=1e-12, atol=1e-12)
     [right] = torch.autograd.grad(total(*plain), logits)
     torch.testing.assert_close(ours, right, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_the_gradient_through_a_prompt_that_completions_share_is_that_of_separate_sequences(family):
+    """Two full pages are read by two completions of one length together, and by a longer one by itself; the second
+    tree is nested and shares one page."""
+    policy = families.fresh(family)
+    nodes = [Node(0, 2 * PAGE + 5)]
+    nodes += [Node(133, 6, 0), Node(139, 7, 0), Node(146, 40, 0), Node(186, PAGE + 1)]
+    nodes += [Node(251, 9, 4), Node(260, 5, 5), Node(265, 6, 5)]
+    ids = families.random_ids(271, 7)
+    paths = []
+    for node in nodes:
+        own = list(range(node.start, node.start + node.length))
+        paths.append(own if node.parent is None else paths[node.parent] + own)
+    context = RowContext(nodes, 280)
+    row = torch.cat([ids, ids[:1].expand(9)])
+    rows = torch.cat([torch.tensor(path[-node.length - 1 : -1]) for node, path in zip(nodes, paths, strict=True)])
+    targets = torch.cat(
+        [ids[path[-len(path[-node.length - 1 : -1]) :]] for node, path in zip(nodes, paths, strict=True)]
+    )
+    ours = policy(row, context.positions, context, rows, targets)[0].sum()
+    theirs = sum(
+        plain_logprobs(policy, ids[path])[-len(path[-node.length - 1 : -1]) :].sum()
+        for node, path in zip(nodes, paths, strict=True)
+    )
+    assert float(ours.detach() - theirs.detach()) == pytest.approx(0.0, abs=1e-3)
+    assert relative(gradient(policy, ours), gradient(policy, theirs)) < 1e-5
