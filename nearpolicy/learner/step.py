@@ -123,12 +123,14 @@ class PolicyLearner:
         ahead.rows = tuple(rows)
         useful = useful_rows(rows, range(len(rows)), self.objective)
         packs = list(self.passes.packed(rows, useful, self.objective.whole_rollouts))
-        for packed in packs[ahead.num_done : -1]:
+        sure = packs[ahead.num_done : -1]
+        for packed in sure:
             self._learn_packed(packed, self.objective, rows, NOTHING_KNOWN, ahead.stats)
             ahead.num_done += 1
         seconds = time.perf_counter() - begin
         ahead.seconds += seconds
-        self._emit("forward_backward", seconds=seconds, version=self.version)
+        if sure:
+            self._emit("forward_backward", seconds=seconds, version=self.version)
 
     def step(self, batch: Batch) -> StepReport:
         """Consume one batch: ``num_iterations`` passes of ``minibatches`` updates. An empty batch makes no update."""

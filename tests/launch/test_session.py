@@ -246,7 +246,7 @@ def test_a_profiled_run_writes_a_trace_with_every_role_on_it(config, tmp_path):
     run_session(Session(config=config("run.dir=mine", "run.steps=2", "telemetry.profile=1")))
     events = json.loads((tmp_path / "mine" / "trace.json").read_text())["traceEvents"]
     assert {"generator", "learner", "sync", "queue", "verifier"} <= {e["cat"] for e in events if "cat" in e}
-    assert sum(e["name"] == "forward_backward" for e in events) == 1  # of the first step alone
+    assert {e["args"]["version"] for e in events if e["name"] == "forward_backward"} == {0}  # of the first step alone
     run_session(Session(config=config("run.dir=other")))
     assert not (tmp_path / "other" / "trace.json").exists()
 
