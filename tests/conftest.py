@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 from nearpolicy.machine import prepare_environment
 
 prepare_environment()
+# A shell starts background jobs with Ctrl-C ignored, and their children inherit it: those that are sent one would not stop.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _own_cache() -> None:
