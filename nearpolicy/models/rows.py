@@ -147,8 +147,9 @@ def _blocks(nodes: Sequence[Node], paths: Sequence[np.ndarray]) -> dict[tuple[in
 
 
 def _bucket(length: int) -> int:
-    """Nodes of similar length share a block, so that padding stays below one half."""
-    return 1 << max(3, (length - 1).bit_length())
+    """Nodes of similar length share a block, so that padding stays below one half; up to 16 tokens, fewer blocks are
+    worth more."""
+    return 1 << max(4, (length - 1).bit_length())
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,12 +252,15 @@ def _sinks(sinks: Tensor, layout: _Layout, queries: Tensor) -> Tensor:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, context: RowContext, rule: Rule, kept: list[Tensor] | None
 ) -> tuple[Tensor, Tensor]:
-    """Results [T, H, Dv] and denominators [T * H, 1]; the weights of whole blocks are added to ``kept``."""
+    """Results [T, H, Dv] and denominators [T * H, 1]. To ``kept``, for backward: queries, keys and values as gathered,
+    and the weights of whole blocks."""
     t, heads = q.shape[:2]
     layout = context.layout(heads, k.shape[1])
     queries = _by_head(q).index_select(0, layout.queries)
     keys = _by_head(k).index_select(0, layout.keys)
     values = with_ones(_by_head(v)).index_select(0, layout.keys)
+    if kept is not None:
+        kept += [queries, keys, values]
     sums = queries.new_empty(len(queries), values.shape[-1])
     for part, of_part in enumerate(context.parts):
         weights, top = _weights(context, layout, part, queries, keys, sinks, rule)
@@ -296,26 +300,23 @@ class _RowAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, sinks, context, rule):
         kept: list[Tensor] = []
         out, denominators = _forward(q, k, v, sinks, context, rule, kept)
-        ctx.save_for_backward(q, k, v, sinks, out, denominators, *kept)
-        ctx.context, ctx.rule = context, rule
+        ctx.save_for_backward(sinks, out, denominators, *kept)
+        ctx.context, ctx.rule, ctx.heads = context, rule, (q.shape[1], k.shape[1])
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        q, k, v, sinks, out, denominators, *kept = ctx.saved_tensors
+        sinks, out, denominators, queries, keys, values, *kept = ctx.saved_tensors
         context, rule = ctx.context, ctx.rule
-        t, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
+        (heads, kv_heads), t, width = ctx.heads, out.shape[0], out.shape[-1]
         layout, kept = context.layout(heads, kv_heads), iter(kept)
-        flat = grad.new_zeros(t * heads + 1, v.shape[-1] + 1)
+        flat = grad.new_zeros(t * heads + 1, width + 1)
         torch.div(grad.reshape(t * heads, -1), denominators, out=flat[:-1, :-1])
         flat[:-1, -1] = (flat[:-1, :-1] * out.reshape(t * heads, -1)).sum(-1).neg_()
         above = flat.index_select(0, layout.grads)
-        queries = _by_head(q).index_select(0, layout.queries)
-        keys = _by_head(k).index_select(0, layout.keys)
-        values = with_ones(_by_head(v)).index_select(0, layout.keys)
         of_queries, of_keys = torch.empty_like(queries), torch.empty_like(keys)
-        of_values = grad.new_empty(len(values), v.shape[-1])
+        of_values = grad.new_empty(len(values), width)
         begun: set[int] = set()
         of_sinks = None if sinks is None else torch.zeros_like(sinks)
         for part, of_part in enumerate(context.parts):
@@ -347,8 +348,8 @@ class _RowAttention(torch.autograd.Function):
         dq = of_queries.index_select(0, layout.inverse).view(t, heads, -1)
         if len(layout.padding):
             dq[layout.padding] = 0.0
-        dk = k.new_zeros(kv_heads * t, k.shape[-1]).index_add_(0, layout.keys, of_keys)
-        dv = v.new_zeros(kv_heads * t, v.shape[-1]).index_add_(0, layout.keys, of_values)
+        dk = keys.new_zeros(kv_heads * t, keys.shape[-1]).index_add_(0, layout.keys, of_keys)
+        dv = values.new_zeros(kv_heads * t, width).index_add_(0, layout.keys, of_values)
         return (
             dq,
             dk.view(kv_heads, t, -1).transpose(0, 1),
