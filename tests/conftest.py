@@ -15,7 +15,7 @@ import pytest
 from nearpolicy.machine import prepare_environment
 
 prepare_environment()
-# A shell starts background jobs with Ctrl-C ignored, and their children inherit it: those that are sent one would not stop.
+# A shell starts background jobs with Ctrl-C ignored, and their children inherit it: they would not stop when sent one.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
