@@ -41,6 +41,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
 
+from benchmarks.learn import rows_of  # noqa: E402
 from nearpolicy.generator.engine import Engine, EngineLimits  # noqa: E402
 from nearpolicy.generator.kv import PagedContext  # noqa: E402
 from nearpolicy.learner.config import LearnerConfig  # noqa: E402
@@ -55,7 +56,6 @@ from nearpolicy.models.policy import PolicyModel  # noqa: E402
 from nearpolicy.models.rows import Node, RowContext  # noqa: E402
 from nearpolicy.objectives.config import ObjectiveConfig  # noqa: E402
 from nearpolicy.objectives.objective import Objective  # noqa: E402
-from nearpolicy.records import Finish, Row, Segment  # noqa: E402
 from nearpolicy.roles import Request, Sampling  # noqa: E402
 
 RATE = 1e-9
@@ -150,29 +150,6 @@ class OtherPasses(Passes):
         return ids, self.context(packed.nodes, len(ids)), num_targets
 
 
-def rows_of(shape: str) -> list[Row]:
-    numbers = np.random.default_rng(0)
-    size = 1 if shape == "equal" else SAMPLES
-    groups = COMPLETIONS[shape] // size
-    rows = []
-    for group in range(groups):
-        length = {"demo": int(numbers.integers(40, 61)), "long": 512, "equal": 48}[shape]
-        prompt = numbers.integers(5, WORDS, length)
-        for sample in range(size):
-            count = 32 if shape == "equal" else int(numbers.integers(4, 33))
-            segment = Segment(
-                context_ids=prompt,
-                token_ids=numbers.integers(5, WORDS, count),
-                mask=np.ones(count, dtype=bool),
-                behavior_logprobs=np.full(count, -11.0),
-                versions=np.zeros(count, dtype=np.int32),
-                finish=Finish.STOP,
-            )
-            advantages = np.full(count, numbers.normal())
-            rows.append(Row(group=group, sample=sample, segment=segment, trained=segment.mask, advantages=advantages))
-    return rows
-
-
 class Update:
     """One learner, whose attention can be exchanged."""
 
@@ -181,7 +158,7 @@ class Update:
         config = LearnerConfig(learning_rate=RATE, max_tokens_per_microbatch=budget)
         objective = Objective(ObjectiveConfig(loss="ppo_clip", correction="none"), 32)
         self.learner = PolicyLearner(policy, objective, config, numerics, temperature=1.0, total_steps=1)
-        self.rows = rows_of(shape)
+        self.rows = rows_of(shape, WORDS, completions=COMPLETIONS[shape], long=512)
         self.passes = {"exact": self.learner.passes}
         for name, context in (("dense", Dense), ("nodes", Nodes)):
             other = OtherPasses(numerics, budget=budget, temperature=1.0)

@@ -45,12 +45,13 @@ RATE = 1e-9
 """Small enough that every round sees the same weights, to the accuracy that is compared."""
 
 
-def rows_of(shape: str, words: int) -> list[Row]:
+def rows_of(shape: str, words: int, *, completions: int = 64, long: int = 256) -> list[Row]:
+    """``long``: tokens of a prompt of the shape of that name."""
     numbers = np.random.default_rng(0)
-    groups, size = (64, 1) if shape == "equal" else (8, 8)
+    size = 1 if shape == "equal" else 8
     rows = []
-    for group in range(groups):
-        length = {"demo": int(numbers.integers(40, 61)), "long": 256, "equal": 48}[shape]
+    for group in range(completions // size):
+        length = {"demo": int(numbers.integers(40, 61)), "long": long, "equal": 48}[shape]
         prompt = numbers.integers(5, words, length)
         for sample in range(size):
             count = 32 if shape == "equal" else int(numbers.integers(4, 33))
