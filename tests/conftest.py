@@ -35,6 +35,14 @@ _own_cache()
 
 
 @pytest.fixture(autouse=True)
+def _ctrl_c_as_ever():
+    """`nearpolicy train` in this process takes Ctrl-C over for good, as a command may; the next test finds it as usual."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True)
 def _one_thread():
     """Every test begins as a role of the product does; tests of threads set their own number."""
     torch = sys.modules.get("torch")

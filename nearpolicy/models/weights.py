@@ -7,13 +7,15 @@ A load is complete or it is an error that names every tensor concerned.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
 
 from nearpolicy.errors import SyncError
+
+_CPU = torch.device("cpu")
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -31,8 +33,12 @@ def _with_aliases(model: nn.Module) -> list[tuple[list[str], Tensor]]:
 
 def digest(tensor: Tensor) -> str:
     """xxh3-128 of the bytes of a tensor, in hexadecimal."""
-    data = tensor.detach().cpu().contiguous().view(-1)
-    return xxhash.xxh3_128_hexdigest(memoryview(data.view(torch.uint8).numpy()))
+    return xxhash.xxh3_128_hexdigest(memoryview(_bytes(tensor.detach().cpu().contiguous())))
+
+
+def _bytes(tensor: Tensor) -> np.ndarray:
+    """The memory of a contiguous tensor."""
+    return tensor.view(-1).view(torch.uint8).numpy()
 
 
 def digests(weights: Mapping[str, Tensor]) -> dict[str, str]:
@@ -48,21 +54,44 @@ def fingerprint(parts: Mapping[str, str]) -> str:
 
 
 def load_and_digest(model: nn.Module, incoming: Mapping[str, Tensor]) -> dict[str, str]:
-    """`load_weights`, and the digests of the memory that the model computes from then, each taken beside the copy of
-    the next tensor: the two together take little longer than the copy."""
-    with ThreadPoolExecutor(1, thread_name_prefix="digest") as beside:
-        shown: dict[str, Future[str]] = {}
-        load_weights(model, incoming, lambda name, tensor: shown.update({name: beside.submit(digest, tensor)}))
-        return {name: found.result() for name, found in shown.items()}
+    """`load_weights`, and the digests of the memory that the model computes from then."""
+    shown: dict[str, str] = {}
+
+    def copy(name: str, target: Tensor, source: Tensor) -> None:
+        shown[name] = _copied(target, source)
+
+    load_weights(model, incoming, copy)
+    return shown
+
+
+SLICE = 256 * 1024
+"""Bytes that are copied and then digested before the next ones: few enough that the digest finds them in the cache, so
+that the memory is read once for both."""
+
+
+def _copied(target: Tensor, source: Tensor) -> str:
+    """Copy, and the digest of what lies in ``target`` then."""
+    if not (target.device == source.device == _CPU and target.dtype == source.dtype and target.is_contiguous()):
+        target.copy_(source)
+        return digest(target)
+    total = xxhash.xxh3_128()
+    there, here = _bytes(target), _bytes(source.contiguous())
+    for begin in range(0, there.size, SLICE):
+        part = there[begin : begin + SLICE]
+        np.copyto(part, here[begin : begin + SLICE])
+        total.update(memoryview(part))
+    return total.hexdigest()
 
 
 @torch.no_grad()
 def load_weights(
-    model: nn.Module, incoming: Mapping[str, Tensor], on_copied: Callable[[str, Tensor], None] | None = None
+    model: nn.Module,
+    incoming: Mapping[str, Tensor],
+    copy: Callable[[str, Tensor, Tensor], object] = lambda _, target, source: target.copy_(source),
 ) -> None:
     """Copy ``incoming`` into the model in place; every tensor of the model must be given, under any of its names.
 
-    ``on_copied`` is told each canonical name with the model's tensor once that is in place.
+    ``copy`` is called with a canonical name, the model's tensor and what was sent, once all are known to fit.
     """
     problems, copies = [], []
     known: set[str] = set()
@@ -83,9 +112,7 @@ def load_weights(
     if problems:
         raise SyncError("weights do not fit, 0 tensors applied: " + "; ".join(problems))
     for name, target, source in copies:
-        target.copy_(source)
-        if on_copied is not None:
-            on_copied(name, target)
+        copy(name, target, source)
 
 
 def differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:

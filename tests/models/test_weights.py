@@ -10,7 +10,16 @@ from torch import nn
 
 from nearpolicy.errors import SyncError
 from nearpolicy.models.rows import Node, RowContext
-from nearpolicy.models.weights import differing, digest, digests, fingerprint, load_weights, named_weights
+from nearpolicy.models.weights import (
+    SLICE,
+    differing,
+    digest,
+    digests,
+    fingerprint,
+    load_and_digest,
+    load_weights,
+    named_weights,
+)
 
 
 class Pair(nn.Module):
@@ -114,6 +123,15 @@ def test_a_digest_is_xxh3_of_the_bytes_whatever_the_strides():
     half = tensor.bfloat16()
     assert digest(half) == xxhash.xxh3_128_hexdigest(half.view(torch.int16).numpy().tobytes())
     assert digest(torch.tensor(1.0)) == xxhash.xxh3_128_hexdigest(torch.tensor([1.0]).numpy().tobytes())
+
+
+@pytest.mark.parametrize("sent", [torch.float32, torch.bfloat16, "transposed"])
+def test_digests_taken_while_loading_are_those_of_what_the_model_holds_then(sent):
+    module = nn.Linear(SLICE // 256, 257)  # of more than one slice, and a torn one at the end
+    weight = torch.randn(257, SLICE // 256)
+    weight = weight.T.contiguous().T if sent == "transposed" else weight.to(sent)
+    shown = load_and_digest(module, {"weight": weight, "bias": torch.arange(257.0)})
+    assert shown == digests(named_weights(module)) == digests({"weight": weight.float(), "bias": torch.arange(257.0)})
 
 
 def test_the_fingerprint_changes_with_one_bit_and_with_a_name_and_not_with_the_order():
