@@ -1,0 +1,168 @@
+"""The filter of system calls of a run, as a program for the kernel's packet filter (seccomp).
+
+    another architecture -> the process is killed       clone3, calls newer than this list -> "not there"
+    new processes, sockets, exec, namespaces, keys ... -> "not permitted"       all else -> allowed
+
+A list of what is denied, not of what is allowed: an honest program that the C library changes under must not fail.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import signal
+import struct
+
+from nearpolicy.verifier.sandbox import kernel
+
+_ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_NEWEST = 470
+"""Calls from this number on are newer than this list: answered as by an old kernel."""
+
+_DENIED = {  # name: (x86_64, aarch64); None where an architecture has no such call
+    # processes and what they are
+    "execve": (59, 221), "execveat": (322, 281), "fork": (57, None), "vfork": (58, None), "ptrace": (101, 117),
+    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272), "pidfd_open": (434, 434),
+    "pidfd_getfd": (438, 438), "pidfd_send_signal": (424, 424), "process_madvise": (440, 440), "setsid": (112, 157),
+    "process_mrelease": (448, 448), "setpgid": (109, 154), "personality": (135, 92),
+    "setpriority": (141, 140), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
+    "sched_setaffinity": (203, 122), "ioprio_set": (251, 30), "acct": (163, 89),
+    "setuid": (105, 146), "setgid": (106, 144), "setreuid": (113, 145), "setregid": (114, 143), "setresuid": (117, 147),
+    "setresgid": (119, 149), "setgroups": (116, 159), "setfsuid": (122, 151), "setfsgid": (123, 152), "capset": (126, 91),
+    # network
+    "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201), "accept": (43, 202),
+    "accept4": (288, 242), "sendmmsg": (307, 269),
+    # namespaces, mounts, the machine
+    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
+    "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431),
+    "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442), "open_tree_attr": (467, 467),
+    "statmount": (457, 457), "listmount": (458, 458), "swapon": (167, 224), "swapoff": (168, 225), "reboot": (169, 142),
+    "sethostname": (170, 161), "setdomainname": (171, 162), "init_module": (175, 105), "finit_module": (313, 273),
+    "delete_module": (176, 106), "kexec_load": (246, 104), "kexec_file_load": (320, 294), "syslog": (103, 116),
+    "quotactl": (179, 60), "quotactl_fd": (443, 443), "iopl": (172, None), "ioperm": (173, None), "vhangup": (153, 58),
+    "settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171), "clock_adjtime": (305, 266),
+    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "lookup_dcookie": (212, 18), "mknod": (133, None),
+    "mknodat": (259, 33), "fanotify_init": (300, 262), "fanotify_mark": (301, 263), "nfsservctl": (180, 42),
+    # what outlives a process, or is shared by name
+    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "shmget": (29, 194), "shmat": (30, 196),
+    "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193), "semctl": (66, 191), "semtimedop": (220, 192),
+    "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187), "mq_open": (240, 180),
+    "mq_unlink": (241, 181), "memfd_create": (319, 279), "memfd_secret": (447, 447),
+    # wide interfaces into the kernel
+    "bpf": (321, 280), "perf_event_open": (298, 241), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427), "userfaultfd": (323, 282), "seccomp": (317, 277), "modify_ldt": (154, None),
+    "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445), "landlock_restrict_self": (446, 446),
+    "migrate_pages": (256, 238), "move_pages": (279, 239), "mbind": (237, 235), "set_mempolicy": (238, 237),
+}  # fmt: skip
+_OWN_PROCESSES = {
+    "execve", "execveat", "fork", "vfork", "setsid", "setpgid", "setpriority", "memfd_create", "sched_setaffinity",
+}
+"""Allowed where a task may start processes: compilers, shells."""
+_CLONE = {"x86_64": 56, "aarch64": 220}
+_CLONE3 = 435
+_PRCTL = {"x86_64": 157, "aarch64": 167}
+_PRLIMIT = {"x86_64": 302, "aarch64": 261}
+_SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
+_SIGNAL = {"x86_64": (62, 234, 129, 297), "aarch64": (129, 131, 138, 240)}
+"""kill, tgkill and their forms that carry a value: the process comes first."""
+_TKILL = {"x86_64": 200, "aarch64": 130}
+_IOCTL = {"x86_64": 16, "aarch64": 29}
+_TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
+_SOCK_STREAM, _SOCK_TYPE = 1, 0xF
+_CLONE_THREAD = 0x10000
+_CLONE_NAMESPACES = 0x7E020080
+_PR_SET_DUMPABLE, _PR_SET_MM, _PR_SET_SECCOMP = 4, 35, 22
+
+_ALLOW, _KILL_PROCESS = 0x7FFF0000, 0x80000000
+_DENY = 0x00050000 | errno.EPERM
+_NOT_THERE = 0x00050000 | errno.ENOSYS
+
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN, _AND = 0x20, 0x15, 0x35, 0x45, 0x06, 0x54
+_NUMBER, _ARCH, _FIRST, _SECOND, _THIRD = 0, 4, 16, 24, 32
+"""Offsets of the call's number, the architecture and the low halves of its arguments in what a filter sees."""
+
+
+class _Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_char_p)]
+
+
+class Filter:
+    """A filter that is built once and applied to the process that calls `apply`, for good."""
+
+    def __init__(self, *, processes: bool, only_signals_to: int | None = None) -> None:
+        """``processes``: whether new ones may be started. ``only_signals_to``: the one process that may be signalled,
+        where nothing else keeps processes apart.
+
+        Process 1 of a namespace is deaf to a SIGKILL of its own; here it ends by it, as it would anywhere else.
+        """
+        self._code = _assembled(processes, only_signals_to)
+        self._program = _Program(len(self._code) // 8, self._code)
+
+    def apply(self) -> None:
+        """Needs `PR_SET_NO_NEW_PRIVS` first."""
+        kernel.prctl(kernel.PR_SET_SECCOMP, kernel.SECCOMP_MODE_FILTER, self._program)
+
+    @property
+    def code(self) -> bytes:
+        """The instructions, as bubblewrap reads them from a descriptor."""
+        return self._code
+
+
+def supported() -> bool:
+    return kernel.MACHINE in _ARCHITECTURE
+
+
+def _assembled(processes: bool, only_signals_to: int | None) -> bytes:
+    machine = kernel.MACHINE
+    if machine not in _ARCHITECTURE:
+        raise OSError(f"there is no list of system calls for the architecture {machine}")
+    column = 0 if machine == "x86_64" else 1
+    code: list[tuple[int, int, int, int]] = [
+        (_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, _ARCHITECTURE[machine]), (_RETURN, 0, 0, _KILL_PROCESS),
+        (_LOAD, 0, 0, _NUMBER), (_AT_LEAST, 0, 1, _NEWEST), (_RETURN, 0, 0, _NOT_THERE),
+        (_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _NOT_THERE),
+    ]  # fmt: skip
+    for name, numbers in _DENIED.items():
+        if numbers[column] is not None and not (processes and name in _OWN_PROCESSES):
+            code += [(_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _DENY)]
+    may_clone = (_ANY_BIT, 0, 1, _CLONE_NAMESPACES) if processes else (_ANY_BIT, 1, 0, _CLONE_THREAD)
+    code += _where(_CLONE[machine], [(_LOAD, 0, 0, _FIRST), may_clone, (_RETURN, 0, 0, _DENY), (_RETURN, 0, 0, _ALLOW)])
+    code += _unless(_PRCTL[machine], _FIRST, (_PR_SET_DUMPABLE, _PR_SET_MM, _PR_SET_SECCOMP))
+    code += _unless(_IOCTL[machine], _SECOND, (_TIOCSTI, _TIOCLINUX))
+    code += _only(_PRLIMIT[machine], _FIRST, 0)
+    # A pair of datagram sockets could send to an address; a pair of streams is what event loops wake themselves with.
+    code += _only(_SOCKETPAIR[machine], _SECOND, _SOCK_STREAM, mask=_SOCK_TYPE)
+    if only_signals_to is None:
+        for number in _SIGNAL[machine][:2]:
+            code += _where(number, _ends_if_first(number == _SIGNAL[machine][0]))
+    else:
+        for number in _SIGNAL[machine]:
+            code += _only(number, _FIRST, only_signals_to)
+        code += _where(_TKILL[machine], [(_RETURN, 0, 0, _DENY)])
+    code.append((_RETURN, 0, 0, _ALLOW))
+    return b"".join(struct.pack("HBBI", *each) for each in code)
+
+
+def _where(number: int, then: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
+    """``then``, which ends in a return, if the call has this number."""
+    return [(_EQUAL, 0, len(then), number), *then]
+
+
+def _ends_if_first(plain: bool) -> list[tuple[int, int, int, int]]:
+    """kill(1, SIGKILL), or tgkill(1, _, SIGKILL), ends the caller."""
+    return [
+        (_LOAD, 0, 0, _SECOND if plain else _THIRD), (_EQUAL, 1, 0, signal.SIGKILL), (_RETURN, 0, 0, _ALLOW),
+        (_LOAD, 0, 0, _FIRST), (_EQUAL, 0, 1, 1), (_RETURN, 0, 0, _KILL_PROCESS), (_RETURN, 0, 0, _ALLOW),
+    ]  # fmt: skip
+
+
+def _unless(number: int, argument: int, denied: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
+    """This call is denied if its argument is one of these."""
+    tests = [step for each in denied for step in ((_EQUAL, 0, 1, each), (_RETURN, 0, 0, _DENY))]
+    return _where(number, [(_LOAD, 0, 0, argument), *tests, (_RETURN, 0, 0, _ALLOW)])
+
+
+def _only(number: int, argument: int, allowed: int, mask: int = 0xFFFFFFFF) -> list[tuple[int, int, int, int]]:
+    """This call is denied unless its argument is this one."""
+    test = [(_AND, 0, 0, mask), (_EQUAL, 1, 0, allowed), (_RETURN, 0, 0, _DENY), (_RETURN, 0, 0, _ALLOW)]
+    return _where(number, [(_LOAD, 0, 0, argument), *test])

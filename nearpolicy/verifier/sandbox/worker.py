@@ -1,0 +1,268 @@
+"""A worker of the sandbox: enters its isolation once, then runs one program after another, each in a copy of itself.
+
+    socket 3: request + descriptors -> "started" + a descriptor of the run -> "ended", with what the kernel knows of it
+
+It knows no test, no expected output and no secret; it reports how a run ended and never what that means. It lives no
+longer than the process that started it. The standard library alone is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from nearpolicy.verifier.sandbox import harness, kernel
+from nearpolicy.verifier.sandbox.isolation import (
+    FOLDER,
+    PACKAGES,
+    RUN_NAMESPACES,
+    Confinement,
+    enter_namespaces,
+    leave_users,
+    limit,
+    own_folder,
+    readable_without_namespaces,
+)
+
+CONTROL = 3
+NICENESS = 5
+"""Runs give way to engine and learner."""
+_REPLACED = (signal.SIGHUP, signal.SIGTERM, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGUSR1,
+             signal.SIGUSR2, signal.SIGXCPU, signal.SIGPOLL, signal.SIGQUIT)  # fmt: skip
+"""Signals that end a process, but not process 1 of a namespace unless it asks for it."""
+_BACKSTOP_S = 1.0
+"""Beyond a run's wall limit, which the other side watches: then it is gone, or too busy."""
+_WARM = (
+    "abc array ast base64 bisect calendar cmath collections contextlib copy csv dataclasses datetime decimal enum "
+    "fractions functools hashlib heapq inspect io itertools json math operator os pathlib queue random re statistics "
+    "string struct sys textwrap threading time traceback types typing unicodedata uuid"
+).split()
+_SAMPLE = b"import sys\ndef f(x):\n    return [y for y in x if y]\nclass C:\n    pass\nprint(sum(f([1, 2])))\n"
+
+
+def main() -> None:
+    """``worker ISOLATION SLOT PARENT PACKAGES``: PACKAGES is a JSON list of folders and files to import from."""
+    isolation, slot, parent, packages = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
+    sys.argv[:] = sys.orig_argv[:] = []  # paths of this machine
+    control = socket.socket(fileno=CONTROL)
+    for place in range(CONTROL + 1, _PLACES):
+        os.dup2(0, place)
+    try:
+        _end_with(parent)
+        os.nice(NICENESS)
+        _warm()
+        worker = _isolated(isolation, slot, packages)
+    except Exception as error:
+        control.send(json.dumps({"refused": f"{type(error).__name__}: {error}"}).encode())
+        return
+    control.send(json.dumps({"ready": worker.held_bytes}).encode())
+    worker.serve(control)
+
+
+def _end_with(parent: int | None) -> None:
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
+
+
+def _warm() -> None:
+    """Load and run once what programs use, so that no run pays for it; then keep the collector away from it."""
+    for name in _WARM:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    sink = open(os.devnull, "w")  # noqa: SIM115
+    with contextlib.redirect_stdout(sink):
+        exec(compile(_SAMPLE, "warm", "exec"), {})
+    sink.close()
+
+
+def _isolated(isolation: str, slot: int, packages: Sequence[str]) -> _Worker:
+    """This process behind its walls; in namespaces the one that goes on is a child of it."""
+    spaces = isolation == "namespaces"
+    inside = [f"{PACKAGES}/{os.path.basename(path)}" for path in packages]
+    shared_user = os.getuid() != 0 and not spaces
+    process = os.open("/proc/self", os.O_PATH | os.O_DIRECTORY)
+    if spaces:
+        enter_namespaces(slot, packages)
+        sys.path.append(PACKAGES)
+    else:
+        leave_users(slot, keep_reading=isolation == "landlock")
+        sys.path.extend(dict.fromkeys(os.path.dirname(path) for path in packages))
+    _preload(packages)
+    held = _address_space(process)
+    os.close(process)
+    if spaces and (pid := os.fork()):
+        _, status = os.waitpid(pid, 0)
+        os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+    _end_with(None)
+    confinement = None
+    if spaces:
+        confinement = Confinement(writable=FOLDER, readable=["/"])
+    elif isolation == "landlock":
+        confinement = Confinement(
+            writable=None,
+            readable=readable_without_namespaces(packages),
+            capabilities=kernel.READ_ANY_FILE if kernel.holds(kernel.READ_ANY_FILE) else 0,
+        )
+    gc.collect()
+    gc.freeze()
+    return _Worker(confinement, spaces=spaces, shared_user=shared_user, held_bytes=held)
+
+
+def _preload(packages: Sequence[str]) -> None:
+    for path in packages:
+        name = os.path.basename(path).removesuffix(".py")
+        if name.isidentifier():  # and not a folder of libraries, such as numpy.libs
+            importlib.import_module(name)
+
+
+def _address_space(process: int) -> int:
+    statm = os.open("statm", os.O_RDONLY, dir_fd=process)
+    try:
+        return int(os.read(statm, 100).split()[0]) * os.sysconf("SC_PAGESIZE")
+    finally:
+        os.close(statm)
+
+
+class _Worker:
+    def __init__(self, confinement: Confinement | None, *, spaces: bool, shared_user: bool, held_bytes: int) -> None:
+        self._confinement = confinement
+        self._spaces = spaces
+        self._shared_user = shared_user
+        self.held_bytes = held_bytes
+        self._clone = kernel.Clone(RUN_NAMESPACES if spaces else 0)
+
+    def serve(self, control: socket.socket) -> None:
+        """Until the other side is gone."""
+        while True:
+            message, descriptors, _, _ = socket.recv_fds(control, 1 << 16, 8)
+            if not message:
+                return
+            self._serve(control, json.loads(message), descriptors)
+
+    def _serve(self, control: socket.socket, request: dict[str, Any], descriptors: list[int]) -> None:
+        passed, passes = os.pipe()
+        try:
+            pid, run = self._clone()
+        except OSError as error:
+            _close(passed, passes, *descriptors)
+            control.send(json.dumps({"ended": request["id"], "failure": str(error)}).encode())
+            return
+        if pid == 0:
+            os.close(passed)
+            self._run(request, descriptors, passes)
+        _close(passes, *descriptors)
+        socket.send_fds(control, [json.dumps({"started": request["id"]}).encode()], [run])
+        killed = _watched(control, pid, run, request["limits"])
+        _, status, usage = os.wait4(pid, 0)
+        words = os.read(passed, 400)
+        _close(run, passed)
+        ended = {"ended": request["id"], "status": os.waitstatus_to_exitcode(status), "killed": killed}
+        if not words.startswith(b"+"):
+            ended["failure"] = words.decode(errors="replace") or "the run was lost while it was being set up"
+        ended |= {"cpu_s": usage.ru_utime + usage.ru_stime, "max_rss_mib": usage.ru_maxrss / 1024}
+        control.send(json.dumps(ended).encode())
+
+    def _run(self, request: dict[str, Any], descriptors: list[int], passes: int) -> None:
+        """In the copy: never returns."""
+        status = 1
+        try:
+            try:
+                program = self._shut_in(request, descriptors, passes)
+            except BaseException as error:
+                with contextlib.suppress(OSError):
+                    os.write(passes, f"{type(error).__name__}: {error}"[:400].encode())
+                os._exit(1)
+            os.write(_PLACES - 1, b"+")
+            os.close(_PLACES - 1)
+            status = harness.run(request["kind"], program, **request["job"])
+        finally:
+            os._exit(status)
+
+    def _shut_in(self, request: dict[str, Any], descriptors: list[int], passes: int) -> bytes:
+        program, *streams = descriptors
+        text = _contents(program)
+        # The socket to the other side is overwritten here: a run has no way to speak for its worker.
+        for place, descriptor in enumerate(streams):
+            os.dup2(descriptor, place, inheritable=True)
+        for place in range(len(streams), _PLACES - 1):
+            os.close(place)
+        os.dup2(passes, _PLACES - 1, inheritable=False)
+        kernel.close_from(_PLACES)
+        if self._spaces:
+            own_folder()
+            for number in _REPLACED:
+                signal.signal(number, lambda caught, _: os._exit(128 + caught))
+        limits = request["limits"]
+        processes = limits["processes"]
+        limit(
+            cpu_s=limits["cpu_s"], memory_mib=limits["memory_mib"], processes=processes,
+            shared_user=self._shared_user, held_bytes=self.held_bytes,
+        )  # fmt: skip
+        if self._confinement is not None:
+            self._confinement.apply(processes=processes > 1)
+        return text
+
+
+_PLACES = 8
+"""Descriptors below are set aside for what a run has: its streams, and last the pipe that says whether it was set up."""
+
+
+def _contents(descriptor: int) -> bytes:
+    with os.fdopen(os.dup(descriptor), "rb") as file:
+        file.seek(0)
+        return file.read()
+
+
+def _watched(control: socket.socket, pid: int, run: int, limits: dict[str, Any]) -> str | None:
+    """Wait for the end of a run; what it was killed for, if it was.
+
+    The kernel counts processor time in whole seconds, so it is read here; the next look is when it may have been used
+    up at the earliest.
+    """
+    poll = select.poll()
+    poll.register(run, select.POLLIN)
+    poll.register(control, select.POLLIN)
+    clock = (~pid << 3) | 2  # of the whole process, see clock_getcpuclockid(3)
+    cores = os.cpu_count() or 1
+    begin = time.monotonic()
+    killed = None
+    while True:
+        left = limits["cpu_s"] - _clock(clock)
+        wait = max(0.002, left / cores)
+        for descriptor, _ in poll.poll(min(wait, limits["wall_s"]) * 1000):
+            if descriptor == run:
+                return killed
+            os._exit(0)  # the other side is gone: nothing else comes during a run
+        if killed is None and _clock(clock) >= limits["cpu_s"]:
+            killed = "cpu"
+        elif killed is None and time.monotonic() - begin > limits["wall_s"] + _BACKSTOP_S:
+            killed = "wall"
+        if killed is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(run, signal.SIGKILL)
+            poll.unregister(control)
+            poll.poll()
+            return killed
+
+
+def _clock(clock: int) -> float:
+    try:
+        return time.clock_gettime(clock)
+    except OSError:  # it has just ended
+        return 0.0
+
+
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -1,0 +1,320 @@
+"""The trusted side of workers: starts them, gives each one run at a time, and takes the time.
+
+    program, input (sealed memory) --> worker --> run          what the run prints --> pipes --> here
+    "started", a descriptor of it  <--                         wall limit, caps: killed from here by that descriptor
+    "ended", as the kernel says    <--                         only then: what is left in the pipes, up to the caps
+
+Nothing a run can write reaches the socket between this process and a worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nearpolicy.errors import NearpolicyError
+from nearpolicy.verifier.sandbox.capture import Capture, Frames
+from nearpolicy.verifier.sandbox.runs import STDERR_CAP, STDERR_KEPT, Ended, OnFrame, Run
+
+START_LIMIT_S = 60.0
+LOST_S = 5.0
+"""Beyond its wall limit a run has ended, or its worker is lost."""
+STARVED_SHARE = 0.5
+"""Of the wall limit: a run that waited this long for a processor, and computed for less, was starved."""
+_MODULES = ("values", "kernel", "syscalls", "isolation", "harness", "worker")
+_BOOT = """
+import os, sys, types
+os.dup2({control}, 3)
+if {control} != 3: os.close({control})
+package = "nearpolicy.verifier.sandbox"
+for name in ("nearpolicy", "nearpolicy.verifier", package):
+    sys.modules[name] = types.ModuleType(name)
+for name in {modules}:
+    with open({folder!r} + "/" + name + ".py", encoding="utf-8") as file:
+        text = file.read()
+    module = sys.modules[package + "." + name] = types.ModuleType(package + "." + name)
+    setattr(sys.modules[package], name, module)
+    exec(compile(text, "sandbox/" + name + ".py", "exec"), module.__dict__)
+module.main()
+"""
+"""Not by import: what is loaded so does not say where on this machine it lies."""
+ENVIRONMENT = {
+    "PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "LANG": "C.UTF-8", "TZ": "UTC", "HOME": "/box", "TMPDIR": "/box",
+    "PATH": "/usr/local/bin:/usr/bin:/bin", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
+}  # fmt: skip
+"""All that a run finds there: the same program and the same input give the same verdict."""
+
+
+class WorkerRefused(NearpolicyError):
+    """A worker could not be started in the isolation asked for; the message says why."""
+
+
+class WorkerLost(NearpolicyError):
+    """A worker ended, or did not answer."""
+
+
+def interpreter() -> str:
+    """The Python below a virtual environment: runs get the standard library and what is named, no more."""
+    return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+
+
+class Worker:
+    """A started worker. `run` is for one caller at a time."""
+
+    def __init__(self, process: subprocess.Popen, control: socket.socket, with_packages: bool) -> None:
+        self.with_packages = with_packages
+        self._process = process
+        self._control = control
+        self._loop = asyncio.get_running_loop()
+        self._messages: asyncio.Queue[tuple[dict[str, Any], list[int]]] = asyncio.Queue()
+        self.runs = 0
+        self._loop.add_reader(control, self._hear)
+
+    @classmethod
+    async def start(cls, isolation: str, slot: int, packages: Sequence[str]) -> Worker:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            ours.setblocking(False)
+            worker = cls(_executed(theirs, isolation, slot, packages), ours, bool(packages))
+        try:
+            async with asyncio.timeout(START_LIMIT_S):
+                message, _ = await worker._messages.get()
+        except TimeoutError:
+            message = {"refused": f"a worker was not ready within {START_LIMIT_S:g} s"}
+        except BaseException:
+            await worker.close()
+            raise
+        if "ready" not in message:
+            await worker.close()
+            raise WorkerRefused(message.get("refused", "a worker ended while it was starting"))
+        return worker
+
+    def _hear(self) -> None:
+        try:
+            text, descriptors, _, _ = socket.recv_fds(self._control, 1 << 16, 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            text, descriptors = b"", []
+        if not text:
+            self._loop.remove_reader(self._control)
+        self._messages.put_nowait((json.loads(text) if text else {"lost": True}, descriptors))
+
+    async def run(self, run: Run, on_frame: OnFrame | None = None) -> Ended:
+        """`WorkerLost` if the worker is gone; then the run is too."""
+        self.runs += 1
+        running = Running(run, on_frame)
+        try:
+            await self._send(run, running)
+            message, descriptors = await self._next(LOST_S)
+            if descriptors:
+                running.started(descriptors[0])
+                message, _ = await self._next(run.limits.wall + LOST_S)
+            running.ended()
+        finally:
+            running.close()
+        if "ended" not in message:
+            raise WorkerLost("a worker of the sandbox ended under a run")
+        return running.outcome(message)
+
+    async def _send(self, run: Run, running: Running) -> None:
+        limits = run.limits
+        request = {
+            "id": self.runs,
+            "kind": run.kind,
+            "job": dict(run.job),
+            "limits": {
+                "cpu_s": limits.cpu_s, "wall_s": limits.wall, "memory_mib": limits.memory_mib,
+                "processes": limits.processes,
+            },
+        }  # fmt: skip
+        try:
+            socket.send_fds(self._control, [json.dumps(request).encode()], running.descriptors)
+        except OSError as error:
+            raise WorkerLost(f"a worker of the sandbox is gone: {error}") from error
+
+    async def _next(self, seconds: float) -> tuple[dict[str, Any], list[int]]:
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._messages.get()
+        except TimeoutError:
+            raise WorkerLost("a worker of the sandbox does not answer") from None
+
+    def kill(self) -> None:
+        """At once, with its run; who waits for that hears that it is lost."""
+        if self._control.fileno() < 0:
+            return
+        self._loop.remove_reader(self._control)
+        self._control.close()
+        self._messages.put_nowait(({"lost": True}, []))
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def close(self) -> None:
+        self.kill()
+        await asyncio.to_thread(self._process.wait)
+
+
+def _executed(control: socket.socket, isolation: str, slot: int, packages: Sequence[str]) -> subprocess.Popen:
+    boot = _BOOT.format(control=control.fileno(), modules=_MODULES, folder=str(Path(__file__).parent))
+    arguments = [isolation, str(slot), str(os.getpid()), json.dumps(list(packages))]
+    return subprocess.Popen(
+        [interpreter(), "-s", "-S", "-P", "-B", "-u", "-c", boot, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        pass_fds=(control.fileno(),),
+        env=ENVIRONMENT,
+        start_new_session=True,
+        cwd="/",
+    )
+
+
+def sealed(name: str, data: bytes) -> int:
+    """A descriptor of memory that nobody can write to any more."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view) :]
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+class Running:
+    """The descriptors and the clock of one run."""
+
+    def __init__(self, run: Run, on_frame: OnFrame | None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._run = run
+        self._begin = time.perf_counter()
+        self._pidfd = -1
+        self._timer: asyncio.TimerHandle | None = None
+        self.stopped: str | None = None
+        self._starved = False
+        self._wall_s = 0.0
+        self._answering: set[asyncio.Task] = set()
+        cap = run.limits.output_kib * 1024
+        self.stdout = Capture(cap, cap, self._too_much)
+        self.stderr = Capture(STDERR_KEPT, STDERR_CAP, self._too_much, last=True)
+        self._on_frame = on_frame
+        self.results = Frames(cap, self._too_much, self._asked if on_frame is not None else None)
+        self._replies, self._reply = os.pipe2(os.O_CLOEXEC) if on_frame is not None else (-1, -1)
+        self._memory = [sealed("program", run.program), sealed("input", run.stdin)]
+        self._last: bytes | None = None
+
+    @property
+    def descriptors(self) -> list[int]:
+        streams = [self.stdout.writing, self.stderr.writing, self.results.writing]
+        return [*self._memory, *streams, *([self._replies] if self._replies >= 0 else [])]
+
+    def started(self, pidfd: int) -> None:
+        self._pidfd = pidfd
+        self._drop_theirs()
+        self._timer = self._loop.call_later(self._run.limits.wall, self._too_long)
+
+    def _drop_theirs(self) -> None:
+        for descriptor in self._memory:
+            os.close(descriptor)
+        self._memory = []
+        for capture in (self.stdout, self.stderr, self.results):
+            capture.close_writing()
+        if self._replies >= 0:
+            os.close(self._replies)
+            self._replies = -1
+
+    def _asked(self, frame: bytes) -> None:
+        self._last = frame
+        task = self._loop.create_task(self._answer(frame))
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+    async def _answer(self, frame: bytes) -> None:
+        assert self._on_frame is not None
+        reply = await self._on_frame(frame)
+        if reply and self._reply >= 0:
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(os.write, self._reply, reply)
+
+    def _too_long(self) -> None:
+        self._starved = _starved(self._pidfd, self._run.limits.wall)
+        self._stop("wall")
+
+    def _too_much(self) -> None:
+        self._stop("output")
+
+    def _stop(self, why: str) -> None:
+        self.stopped = self.stopped or why
+        if self._pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def ended(self) -> None:
+        """The run is dead: what it has written is in the pipes."""
+        self._wall_s = time.perf_counter() - self._begin
+        self._drop_theirs()
+        for capture in (self.stdout, self.stderr, self.results):
+            capture.finish()
+
+    def close(self) -> None:
+        """Whatever happened; harmless after `ended`."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._answering:
+            task.cancel()
+        self._drop_theirs()
+        for capture in (self.stdout, self.stderr, self.results):
+            capture.close()
+        for descriptor in (self._reply, self._pidfd):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._reply = self._pidfd = -1
+
+    def outcome(self, message: dict[str, Any]) -> Ended:
+        failure = message.get("failure")
+        if failure is None and self.stopped == "wall" and self._starved:
+            failure = "the run got next to no processor time before its wall limit"
+        return Ended(
+            status=message.get("status", 0),
+            stdout=self.stdout.kept,
+            stderr=self.stderr.kept,
+            frame=self._last if self._on_frame is not None else self.results.first,
+            stopped=self.stopped or message.get("killed"),
+            failure=failure,
+            cpu_s=message.get("cpu_s", 0.0),
+            wall_s=self._wall_s,
+            memory_mib=message.get("max_rss_mib", 0.0),
+        )
+
+
+def _starved(pidfd: int, wall_s: float) -> bool:
+    """Whether the kernel says that a run mostly waited for a processor. A sleeping program does not wait for one, and a
+    program that spins on many threads gets its share."""
+    try:
+        info = Path(f"/proc/self/fdinfo/{pidfd}").read_text()
+        pid = int(next(line for line in info.splitlines() if line.startswith("Pid:")).split()[1])
+        computed = waited = 0
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            on, waiting, _ = map(int, (task / "schedstat").read_text().split())
+            computed += on
+            waited = max(waited, waiting)
+    except (OSError, ValueError, StopIteration):
+        return False
+    return waited / 1e9 > STARVED_SHARE * wall_s and computed / 1e9 < STARVED_SHARE * wall_s
