@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from nearpolicy.settings import ConfigModel, RegularExpression, Seconds
 
@@ -106,6 +106,69 @@ class ReasoningGymReward(_AnswerReward):
         return (self.answer_column, self.metadata_column)
 
 
+class CodeLimits(ConfigModel):
+    """Limits of one run of a program; each test is a run."""
+
+    cpu_s: float = Field(default=5.0, gt=0, le=3600)
+    """Processor time; what a verdict rests on."""
+    wall_s: float | None = Field(default=None, gt=0, le=7200)
+    """Time on the clock, a backstop (default: twice ``cpu_s`` and 2)."""
+    memory_mib: int = Field(default=512, ge=16, le=1 << 20)
+    """Address space beyond what the interpreter holds."""
+    output_kib: int = Field(default=1024, ge=1, le=1 << 20)
+    """Of what it prints, and of a result."""
+    processes: int = Field(default=1, ge=1, le=512)
+    """More than 1: the program may start others; each has ``cpu_s`` and ``memory_mib`` for itself."""
+
+
+class CodeReward(_Reward):
+    """1 if the program in the completion passes all tests of its row, in the sandbox (`docs/verifiers.md`). Tests are
+    inputs and outputs, calls of a function, or test code; expected values never enter the sandbox of the program."""
+
+    kind: Literal["code"] = "code"
+    """Selects this reward."""
+    tests_column: str = "tests"
+    """Column with the tests: a list of ``{stdin, stdout}``, of ``{args, result}`` or of test code, or JSON of one."""
+    entry: str | None = None
+    """Function that is tested (``Class.method`` for a method)."""
+    entry_column: str | None = None
+    """Column with its name, where rows differ."""
+    setup_column: str | None = None
+    """Column with test code that runs before the tests."""
+    prefix_column: str | None = None
+    """Column with the beginning of the program, for completions that go on from it."""
+    audit_column: str | None = None
+    """Column with a second set of tests, for those that pass the first: the part `audit`, never a reward."""
+    extract: Literal["auto", "whole"] = "auto"
+    """auto: the program is the last fenced block of Python, or the whole completion if there is none."""
+    score: Literal["all", "share"] = "all"
+    """Reward 1 for a program that passes every test, or the share of tests that it passes."""
+    trust: Literal["split", "together"] = "split"
+    """together: test code runs in one process with the program, which can then cheat it; needs
+    ``verifier.allow_weak_trust``. For test code that hands over functions or asks for the inside of classes."""
+    command: tuple[str, ...] = ()
+    """For another language: what runs ``file``, for example ``[bash, main.sh]``; set ``limits.processes`` above 1."""
+    file: str = Field(default="program", pattern=r"^[\w.-]+$")
+    """Name the program is written to for ``command``."""
+    limits: CodeLimits = CodeLimits()
+    """Limits of one run."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        named = (self.tests_column, self.entry_column, self.prefix_column, self.audit_column)
+        return tuple(name for name in named if name is not None)
+
+    @model_validator(mode="after")
+    def _settings_fit(self) -> Self:
+        if self.entry is not None and self.entry_column is not None:
+            raise ValueError("set one of entry and entry_column")
+        if self.command and self.limits.processes == 1:
+            raise ValueError("command starts a process: set limits.processes to 2 or more")
+        if self.command and (self.entry or self.entry_column or self.setup_column):
+            raise ValueError("command goes with tests of the form {stdin, stdout}; entry and setup_column do not")
+        return self
+
+
 class FunctionReward(_Reward):
     """A function of yours, in the shape TRL or verl expects (`docs/getting-started.md` describes both). It is called
     with one sample at a time: the lists of the TRL shape hold one entry each. Where it is a task's first reward,
@@ -130,7 +193,13 @@ class FunctionReward(_Reward):
 
 
 RewardConfig = Annotated[
-    ExactMatchReward | RegexReward | NumberReward | MathVerifyReward | ReasoningGymReward | FunctionReward,
+    ExactMatchReward
+    | RegexReward
+    | NumberReward
+    | MathVerifyReward
+    | ReasoningGymReward
+    | CodeReward
+    | FunctionReward,
     Field(discriminator="kind"),
 ]
 
@@ -167,5 +236,23 @@ class VerifierConfig(ConfigModel):
     """Limit of one call of one reward source; a worker that exceeds it is killed and replaced."""
     retries: int = Field(default=1, ge=0, le=100)
     """Further attempts after a worker died under a call; a wrong answer or a raising function is never tried again."""
+    isolation: Literal["auto", "namespaces", "landlock", "bubblewrap", "none"] = "auto"
+    """How programs are kept in, for rewards of kind `code`; auto is the strongest of namespaces and landlock that
+    withstands an attack at the start. bubblewrap is a slower reference."""
+    allow_unisolated: bool = False
+    """Let ``isolation: none`` run programs with nothing but limits: for programs that you trust as your own."""
+    allow_weak_trust: bool = False
+    """Let rewards run test code together with the program it tests (``trust: together``)."""
+    packages: tuple[str, ...] = ("numpy",)
+    """What programs may import beyond the standard library; a program that names none of them starts faster."""
     in_process: bool = False
     """Call user functions in this process, for a debugger: without time limit and without protection from crashes."""
+
+    @model_validator(mode="after")
+    def _unsafe_is_said_twice(self) -> Self:
+        if self.isolation == "none" and not self.allow_unisolated:
+            raise ValueError(
+                "isolation is none, which runs programs of the policy with the rights of this process; "
+                "use auto, or set allow_unisolated: true as well"
+            )
+        return self

@@ -233,6 +233,8 @@ class _Grading:
                 raise CannotSplitError(str(end.get("reason"))[:200])
             case "failed":
                 return (CodeVerdict.WRONG_ANSWER, where), passed
+            case "unfit":
+                return (CodeVerdict.RUNTIME_ERROR, f"{where}: the result is no plain value"), passed
             case "memory":
                 return (CodeVerdict.MEMORY_LIMIT, where), passed
         return (CodeVerdict.RUNTIME_ERROR, f"{where}: the program raised"), passed

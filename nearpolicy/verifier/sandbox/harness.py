@@ -176,12 +176,19 @@ class CannotSplit(BaseException):
     """The test needs more of the program than calls that go in and values that come out."""
 
 
+class Unfit(BaseException):
+    """What the program returned is no plain value."""
+
+
 class _Died(BaseException):
     """The run of a call ended the whole test; the other side knows how."""
 
 
 class StandIn:
     """In the place of a function of the program: each call is a run of its own in another sandbox."""
+
+    calls = 0
+    """Of all stand-ins; test code that makes none has tested nothing."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = self.__qualname__ = name
@@ -191,12 +198,13 @@ class StandIn:
             request = values.dumps({"entry": self.__name__, "args": list(args), "kwargs": kwargs})
         except values.NotPlain as error:
             raise CannotSplit(f"{self.__name__} is called with {error}") from None
+        StandIn.calls += 1
         _sent(request)
         answer = _received()
         if "returned" in answer:
             return answer["returned"]
         if "unfit" in answer:
-            raise CannotSplit(f"{self.__name__} returned {answer['unfit']}")
+            raise Unfit(answer["unfit"])
         if "raised" in answer:
             raise _rebuilt(answer)
         raise _Died
@@ -250,11 +258,15 @@ def _tests(program: bytes, entry: str | None) -> int:
             scope["candidate"] = StandIn(entry)
         for number, part in enumerate(parts):  # noqa: B007
             exec(_compiled(part, "tests.py"), scope)
-            if number == 0 and entry and callable(scope.get("check")):
-                scope["check"](scope["candidate"])
+        if entry and callable(scope.get("check")):
+            scope["check"](scope["candidate"])
+        if not StandIn.calls:
+            raise CannotSplit("the test code never calls the program")
         end: dict[str, Any] = {"end": "passed"}
     except CannotSplit as error:
         end = {"end": "cannot_split", "reason": str(error)}
+    except Unfit as error:
+        end = {"end": "unfit", "reason": str(error)}
     except _Died:
         end = {"end": "died"}
     except BaseException as error:
@@ -297,8 +309,8 @@ def _together(program: bytes, entry: str | None) -> int:
     try:
         for number, part in enumerate(_parts(program), start=-1):  # noqa: B007
             exec(_compiled(part, "tests.py" if number >= 0 else PROGRAM), scope.__dict__)
-            if number == 0 and entry and callable(scope.__dict__.get("check")):
-                scope.__dict__["check"](_entry(scope, entry))
+        if entry and callable(scope.__dict__.get("check")):
+            scope.__dict__["check"](_entry(scope, entry))
         end: dict[str, Any] = {"end": "passed"}
     except AssertionError:
         end = {"end": "failed"}

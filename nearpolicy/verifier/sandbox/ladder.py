@@ -1,0 +1,106 @@
+"""Which isolation there is: asked for by name, or the strongest that withstands an attack of ours. Never a silent step
+down: what was tried, and why it does not do, is in the error."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nearpolicy.errors import VerifierError
+from nearpolicy.verifier.sandbox import bubblewrap, syscalls
+from nearpolicy.verifier.sandbox.pool import Workers
+from nearpolicy.verifier.sandbox.probe import escapes
+from nearpolicy.verifier.sandbox.runs import Ended, OnFrame, Run, Sandbox
+
+LADDER = ("namespaces", "landlock")
+"""From the strongest down; what `auto` may choose from."""
+UNISOLATED = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A sandbox in use, and what stands behind its name."""
+
+    sandbox: Sandbox
+    isolation: str
+    escapes: tuple[str, ...] = ()
+    """What the check got done; only ever of an isolation of `none`."""
+    passed_over: tuple[str, ...] = ()
+    """Stronger ones that are not to be had here, and why."""
+
+    async def run(self, run: Run, on_frame: OnFrame | None = None) -> Ended:
+        return await self.sandbox.run(run, on_frame)
+
+    async def close(self) -> None:
+        close = getattr(self.sandbox, "close", None)
+        if close is not None:
+            await close()
+
+
+async def opened(isolation: str, *, workers: int, packages: Sequence[str], allow_unisolated: bool) -> Opened:
+    """A sandbox that has withstood the check. `VerifierError` if there is none, with all that was tried."""
+    found = installed(packages)
+    tried: list[str] = []
+    for name in LADDER if isolation == "auto" else (isolation,):
+        if (reason := _missing(name)) is not None:
+            tried.append(f"{name}: {reason}")
+            continue
+        sandbox = _sandbox(name, workers, found)
+        won = await escapes(sandbox)
+        if not won or (name == UNISOLATED and allow_unisolated and not won[0].startswith("could not run")):
+            return Opened(sandbox=sandbox, isolation=name, escapes=tuple(won), passed_over=tuple(tried))
+        tried.append(f"{name}: a program {', '.join(won)}")
+        await Opened(sandbox=sandbox, isolation=name).close()
+    raise VerifierError(
+        f"programs cannot be isolated on this machine ({'; '.join(tried)}). `nearpolicy doctor` explains each. "
+        f"Run where user namespaces or Landlock are allowed, or name a remote sandbox; only for programs that you "
+        f"trust as your own: verifier.isolation=none with verifier.allow_unisolated=true"
+    )
+
+
+def _sandbox(name: str, workers: int, packages: Sequence[str]) -> Any:
+    if name == "bubblewrap":
+        return bubblewrap.Bubblewrap(workers, packages)
+    return Workers(name, workers, packages)
+
+
+def _missing(name: str) -> str | None:
+    """Why an isolation is not to be had, as far as it can be told without trying."""
+    if name in ("namespaces", "landlock", "bubblewrap") and not syscalls.supported():
+        return "there is no filter of system calls for this processor"
+    if name == "bubblewrap" and bubblewrap.available() is None:
+        return "bwrap is not installed"
+    if name == "landlock":
+        from nearpolicy.verifier.sandbox import kernel
+
+        if kernel.landlock_version() == 0:
+            return "the kernel has no Landlock (Linux 5.13), or it is turned off"
+    return None
+
+
+def installed(packages: Sequence[str]) -> list[str]:
+    """Folders and files that make up these packages; `VerifierError` for one that is not installed here."""
+    found: dict[str, None] = {}
+    for name in packages:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:
+            raise VerifierError(f"verifier.packages names {name!r}, which is not installed here")
+        home = Path(spec.origin).parent if spec.submodule_search_locations is None else Path(spec.origin).parents[1]
+        for top in _top_level(name) or {Path(spec.origin).parent.name}:
+            path = home / top
+            if path.exists():
+                found[os.fspath(path)] = None
+    return list(found)
+
+
+def _top_level(package: str) -> set[str]:
+    """What its distribution puts beside it: ``numpy.libs`` is where numpy's libraries lie."""
+    owners = importlib.metadata.packages_distributions().get(package, [])
+    files = importlib.metadata.files(owners[0]) if owners else None
+    tops = {Path(file).parts[0] for file in files or ()}
+    return {top for top in tops if top not in ("..", "__pycache__") and not top.endswith((".dist-info", ".pth"))}
