@@ -36,7 +36,7 @@ _own_cache()
 
 @pytest.fixture(autouse=True)
 def _ctrl_c_as_ever():
-    """`nearpolicy train` in this process takes Ctrl-C over for good, as a command may; the next test finds it as usual."""
+    """`nearpolicy train` in this process takes Ctrl-C over for good; the next test finds it as usual."""
     before = signal.getsignal(signal.SIGINT)
     yield
     signal.signal(signal.SIGINT, before)

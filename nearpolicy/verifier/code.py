@@ -75,7 +75,8 @@ def task_of(tests: Any, *, kind: str | None = None, entry: str | None = None, se
         raise RowError(f"tests are a list of at least one, not {_brief(tests)}")
     forms = {_form(test) for test in tests}
     if len(forms) != 1 or (kind is not None and forms != {kind}):
-        raise RowError(f"tests are {', '.join(sorted(forms))}" + (f", not {kind}" if kind else "; all must be of a kind"))
+        wanted = f"not {kind}" if kind else "and all must be of a kind"
+        raise RowError(f"tests are {', '.join(sorted(forms))}, {wanted}")
     [form] = forms
     if form == "function" and not entry:
         raise RowError("tests that call a function need its name, in `entry`")

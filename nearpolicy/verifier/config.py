@@ -193,13 +193,7 @@ class FunctionReward(_Reward):
 
 
 RewardConfig = Annotated[
-    ExactMatchReward
-    | RegexReward
-    | NumberReward
-    | MathVerifyReward
-    | ReasoningGymReward
-    | CodeReward
-    | FunctionReward,
+    ExactMatchReward | RegexReward | NumberReward | MathVerifyReward | ReasoningGymReward | CodeReward | FunctionReward,
     Field(discriminator="kind"),
 ]
 
@@ -236,6 +230,10 @@ class VerifierConfig(ConfigModel):
     """Limit of one call of one reward source; a worker that exceeds it is killed and replaced."""
     retries: int = Field(default=1, ge=0, le=100)
     """Further attempts after a worker died under a call; a wrong answer or a raising function is never tried again."""
+    deadline_s: Seconds = 600.0
+    """Limit of judging one completion by one reward source, waiting for a worker included; then it has failed."""
+    cache: int = Field(default=10_000, ge=0, le=10_000_000)
+    """Verdicts remembered: the same completion of the same row is judged once, unless by a user function."""
     isolation: Literal["auto", "namespaces", "landlock", "bubblewrap", "none"] = "auto"
     """How programs are kept in, for rewards of kind `code`; auto is the strongest of namespaces and landlock that
     withstands an attack at the start. bubblewrap is a slower reference."""

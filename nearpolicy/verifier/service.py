@@ -3,6 +3,7 @@
     score(prompt, rollout) -> exact_match, number            here, at once
                            -> math_verify, regex, ...        a worker process (`workers`)
                            -> function                       a worker process, or here with `verifier.in_process`
+                           -> code                           runs in the sandbox (`sandbox`), judged here
 
 Verdicts belong to the call that asked for them, so the order in which scoring ends changes nothing. `score` raises only
 for what must end the run: a user function that breaks its contract, a prompt of an unknown task, a use before `start`.
@@ -14,16 +15,21 @@ import asyncio
 import inspect
 import pickle
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from nearpolicy.errors import ConfigError, NearpolicyError
+from nearpolicy.errors import ConfigError, NearpolicyError, VerifierError
 from nearpolicy.records import Outcome, Prompt, Rollout, Verdict
 from nearpolicy.verifier import functions, rewards
-from nearpolicy.verifier.config import FunctionReward, RewardConfig, VerifierConfig, check_names
+from nearpolicy.verifier.cache import VerdictCache, is_deterministic
+from nearpolicy.verifier.code import CodeGrader
+from nearpolicy.verifier.config import CodeReward, FunctionReward, RewardConfig, VerifierConfig, check_names
 from nearpolicy.verifier.functions import RewardFunctionError, UserFunction
 from nearpolicy.verifier.rewards import BuiltIn, Sample, runs_inline
+from nearpolicy.verifier.sandbox.ladder import Opened, opened
 from nearpolicy.verifier.workers import WorkerPool
 
 OnEvent = Callable[..., None]
@@ -56,19 +62,40 @@ class VerifierService:
         self._config = config
         self._on_event = on_event
         self._pool: WorkerPool | None = None
+        self._sandbox: Opened | None = None
+        self._grader: CodeGrader | None = None
+        self._cache = VerdictCache(config.cache)
+        self._failures = FailureRate()
         self._sources: dict[str, list[_Source]] = {}
         for task, task_rewards in tasks.items():
             try:
                 check_names(task_rewards)
             except ValueError as error:
                 raise ConfigError(f"task {task!r}: {error}") from None
-            self._sources[task] = [_source(task, reward, config.in_process, at_hand or {}) for reward in task_rewards]
+            self._sources[task] = [_source(task, reward, config, at_hand or {}) for reward in task_rewards]
+
+    @property
+    def isolation(self) -> Opened | None:
+        """How programs are kept in, once started; None if no reward runs any."""
+        return self._sandbox
 
     async def start(self) -> None:
-        """Start the worker processes that the rewards need, perhaps none; returns when they are ready."""
-        scorers = {s.key: _packed(s.scorer) for sources in self._sources.values() for s in sources if s.in_worker}
+        """Start the processes that the rewards need, perhaps none; returns when they are ready.
+
+        Raises `VerifierError` if programs are to be run and cannot be isolated as asked.
+        """
+        config = self._config
+        sources = [source for each in self._sources.values() for source in each]
+        if any(isinstance(source.scorer, CodeReward) for source in sources):
+            self._sandbox = await opened(
+                config.isolation,
+                workers=config.workers,
+                packages=config.packages,
+                allow_unisolated=config.allow_unisolated,
+            )
+            self._grader = CodeGrader(self._sandbox, config.packages)
+        scorers = {source.key: _packed(source.scorer) for source in sources if source.in_worker}
         if scorers:
-            config = self._config
             pool = WorkerPool(scorers, workers=config.workers, timeout_s=config.timeout_s, retries=config.retries)
             await pool.start()
             self._pool = pool
@@ -77,14 +104,17 @@ class VerifierService:
         """Kill the worker processes; calls under way end as failed verdicts."""
         if self._pool is not None:
             await self._pool.close()
+        if self._sandbox is not None:
+            await self._sandbox.close()
 
     async def score(self, prompt: Prompt, rollout: Rollout, *, admission: int | None = None) -> Mapping[str, Verdict]:
-        """One verdict per reward source of the prompt's task."""
+        """One verdict per reward source of the prompt's task. `VerifierError` if ever more of them fail."""
         sources = self._sources.get(prompt.task)
         if sources is None:
             known = ", ".join(map(repr, self._sources))
             raise NearpolicyError(f"the verifier knows no task {prompt.task!r}, only {known}")
-        if self._pool is None and any(source.in_worker for source in sources):
+        not_here = self._pool is None and any(source.in_worker for source in sources)
+        if not_here or (self._grader is None and any(isinstance(s.scorer, CodeReward) for s in sources)):
             raise NearpolicyError("the verifier has not been started: await `start()` before `score`")
         sample = Sample.of(prompt, rollout)
         asked = time.perf_counter()
@@ -103,18 +133,61 @@ class VerifierService:
 
     async def _judged(self, source: _Source, sample: Sample) -> tuple[Verdict, float]:
         """The verdict of one source, and the seconds it waited for a worker."""
-        asked = time.perf_counter()
-        if not source.in_worker:
-            verdict = await _judged_here(source.scorer, sample)
-            return replace(verdict, seconds=time.perf_counter() - asked), 0.0
-        began = asked
+        asked = began = time.perf_counter()
 
         def started() -> None:
             nonlocal began
             began = time.perf_counter()
 
-        controls = _controls(source.scorer, sample)
-        return await self._pool.score(source.key, sample, controls, started), began - asked
+        verdict = await self._cache.verdict(source.key if source.deterministic else None, sample, partial(
+            self._bounded, source, sample, started
+        ))  # fmt: skip
+        self._failures.count(source.key, verdict)
+        return replace(verdict, seconds=time.perf_counter() - asked), began - asked
+
+    async def _bounded(self, source: _Source, sample: Sample, started: Callable[[], None]) -> Verdict:
+        """Within the deadline, waiting included."""
+        limit = self._config.deadline_s
+        try:
+            async with asyncio.timeout(limit):
+                return await self._fresh(source, sample, started)
+        except TimeoutError:
+            return Verdict.failed(f"no verdict within verifier.deadline_s ({limit:g} s), waiting included")
+
+    async def _fresh(self, source: _Source, sample: Sample, started: Callable[[], None]) -> Verdict:
+        if isinstance(source.scorer, CodeReward):
+            assert self._grader is not None
+            return await self._grader.score(source.scorer, sample)
+        if not source.in_worker:
+            return await _judged_here(source.scorer, sample)
+        assert self._pool is not None
+        return await self._pool.score(source.key, sample, _controls(source.scorer, sample), started)
+
+
+class FailureRate:
+    """Ends a run whose verifier has broken: what fails is left out, and too much left out is not training any more."""
+
+    WINDOW = 1000
+    """Verdicts of one source that are looked back upon."""
+    LIMIT = 0.05
+    LEAST = 50
+    """Failures before a rate means anything."""
+
+    def __init__(self) -> None:
+        self._recent: dict[str, deque[bool]] = {}
+
+    def count(self, key: str, verdict: Verdict) -> None:
+        """Raises `VerifierError` beyond `LIMIT`."""
+        recent = self._recent.setdefault(key, deque(maxlen=self.WINDOW))
+        recent.append(verdict.outcome is Outcome.FAILED)
+        failed = sum(recent) if recent[-1] else 0
+        if failed >= self.LEAST and failed > self.LIMIT * self.WINDOW:
+            task, _, source = key.partition("/")
+            raise VerifierError(
+                f"reward {source!r} of task {task!r} failed on {failed} of its last {len(recent)} completions, "
+                f"the last: {verdict.reason}. Nothing is known about those, so nothing can be learned from them; "
+                f"`nearpolicy verify` tries a reward on one completion"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,16 +197,33 @@ class _Source:
     name: str
     key: str
     """Name across all tasks."""
-    scorer: UserFunction | BuiltIn
+    scorer: UserFunction | BuiltIn | CodeReward
     in_worker: bool
+    deterministic: bool
 
 
-def _source(task: str, reward: RewardConfig, in_process: bool, at_hand: Mapping[str, Callable[..., Any]]) -> _Source:
+def _source(
+    task: str, reward: RewardConfig, config: VerifierConfig, at_hand: Mapping[str, Callable[..., Any]]
+) -> _Source:
+    scorer: UserFunction | BuiltIn | CodeReward
     if isinstance(reward, FunctionReward):
-        scorer, in_worker = functions.prepare(reward, at_hand), not in_process
+        scorer, in_worker = functions.prepare(reward, at_hand), not config.in_process
+    elif isinstance(reward, CodeReward):
+        scorer, in_worker = reward, False
+        if reward.trust == "together" and not config.allow_weak_trust:
+            raise ConfigError(
+                f"task {task!r}, reward {reward.source!r}: trust is together, where a program shares a process with "
+                f"its tests and can cheat them; use split, or set verifier.allow_weak_trust: true"
+            )
     else:
         scorer, in_worker = reward, not runs_inline(reward)
-    return _Source(name=reward.source, key=f"{task}/{reward.source}", scorer=scorer, in_worker=in_worker)
+    return _Source(
+        name=reward.source,
+        key=f"{task}/{reward.source}",
+        scorer=scorer,
+        in_worker=in_worker,
+        deterministic=is_deterministic(reward),
+    )
 
 
 def _packed(scorer: UserFunction | BuiltIn) -> bytes:

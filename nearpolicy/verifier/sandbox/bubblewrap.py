@@ -128,7 +128,17 @@ class Bubblewrap:
         options += ["--dir", "/dev"]
         for name in ("null", "zero", "full", "random", "urandom"):
             options += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-        options += ["--size", str(FOLDER_MIB * 2**20), "--tmpfs", FOLDER, "--symlink", FOLDER, "/tmp", "--chdir", FOLDER]
+        options += [
+            "--size",
+            str(FOLDER_MIB * 2**20),
+            "--tmpfs",
+            FOLDER,
+            "--symlink",
+            FOLDER,
+            "/tmp",
+            "--chdir",
+            FOLDER,
+        ]
         return [*options, "--remount-ro", "/"]
 
 
@@ -164,4 +174,3 @@ def _program_status(report: bytes) -> int | None:
             if code is not None:
                 return 128 - code if code > 128 else code
     return None
-

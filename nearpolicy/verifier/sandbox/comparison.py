@@ -1,7 +1,7 @@
 """Whether what a program gave is what a test expects. Pure functions over text and plain values.
 
-    text     trailing white space is ignored; a number that is expected with a decimal point has a tolerance
-    values   types are compared exactly: True is not 1, a tuple is no list; expected floats have a tolerance
+text     trailing white space is ignored; a number that is expected with a decimal point has a tolerance
+values   types are compared exactly: True is not 1, a tuple is no list; expected floats have a tolerance
 """
 
 from __future__ import annotations

@@ -307,7 +307,7 @@ def _together(program: bytes, entry: str | None) -> int:
     sys.modules["solution"] = scope
     number = 0
     try:
-        for number, part in enumerate(_parts(program), start=-1):  # noqa: B007
+        for number, part in enumerate(_parts(program), start=-1):
             exec(_compiled(part, "tests.py" if number >= 0 else PROGRAM), scope.__dict__)
         if entry and callable(scope.__dict__.get("check")):
             scope.__dict__["check"](_entry(scope, entry))

@@ -1,6 +1,6 @@
 """How a worker and its runs are shut in. Two rungs; what each needs and leaves open is in docs/verifiers.md.
 
-    namespaces   worker: own user, mounts, network, processes, a root that holds the system's libraries and the interpreter
+    namespaces   worker: own user, mounts, network, processes; a root with the system's libraries and the interpreter
                  run:    own processes and an own writable folder, and all of `landlock`
     landlock     run:    Landlock + filter of system calls + limits, no writable folder
 
@@ -230,5 +230,7 @@ _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _MAKE_CHAR, _MAKE_BLOCK = 1, 2, 4,
 
 def readable_without_namespaces(packages: Sequence[str]) -> list[str]:
     """What a run of the second rung may read: the interpreter and the libraries it loads."""
-    libraries = [path for path in ("/usr/lib", "/lib", "/lib64", "/usr/local/lib", "/etc/ld.so.cache") if os.path.exists(path)]
+    libraries = [
+        path for path in ("/usr/lib", "/lib", "/lib64", "/usr/local/lib", "/etc/ld.so.cache") if os.path.exists(path)
+    ]
     return [*libraries, *interpreter_folders(), *packages]

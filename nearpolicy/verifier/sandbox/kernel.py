@@ -39,7 +39,7 @@ _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _AT_FDCWD, _AT_RECURSIVE, _AT_EMPTY_PATH = -100, 0x8000, 0x1000
 
 _libc = ctypes.CDLL(None, use_errno=True)
-# Without releasing the lock of the interpreter: the copy of this process must find it held by the thread it consists of.
+# Without releasing the lock of the interpreter: the copy of this process must find it held by its only thread.
 _holding = ctypes.PyDLL(None, use_errno=True)
 
 

@@ -1,7 +1,7 @@
-"""A sandbox is checked, not believed: it is given a program that tries to get out, and what it managed is seen from here.
+"""A sandbox is checked, not believed: it is given a program that tries to get out, and what came of it is seen here.
 
-    a canary in a file, in this process's environment and memory; a listener on TCP, on UDP and on an abstract address;
-    this process to signal; folders to write to
+a canary in a file, in this process's environment and memory; a listener on TCP, on UDP and on an abstract address;
+this process to signal; folders to write to
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ for pid in (told["pid"], os.getppid(), 1):
         attempt("signal another process", lambda: os.kill(pid, 0) is None)
 attempt("connect to a TCP port", lambda: connected(socket.SOCK_STREAM, ("127.0.0.1", told["port"])))
 attempt("send to a UDP port", lambda: connected(socket.SOCK_DGRAM, ("127.0.0.1", told["port"])))
-attempt("connect to an abstract address", lambda: connected(socket.SOCK_STREAM, "\0" + told["abstract"], socket.AF_UNIX))
+attempt("connect to an abstract address", lambda: connected(socket.SOCK_STREAM, told["abstract"], socket.AF_UNIX))
 attempt("start a process", forked)
 attempt("become another user", lambda: os.setuid(0) is None)
 for folder in told["folders"]:
@@ -100,7 +100,7 @@ def _bait(canary: str, marker: str) -> Iterator[dict]:
         folders = [folder, "/", "/tmp", "/var/tmp", "/dev/shm", os.path.dirname(os.__file__), str(Path.home()), "/usr"]
         try:
             yield {
-                "canary": canary, "marker": marker, "file": str(file), "port": port, "abstract": abstract,
+                "canary": canary, "marker": marker, "file": str(file), "port": port, "abstract": "\0" + abstract,
                 "pid": os.getpid(), "folders": folders,
             }  # fmt: skip
         finally:

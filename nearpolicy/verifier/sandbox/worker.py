@@ -42,11 +42,11 @@ _REPLACED = (signal.SIGHUP, signal.SIGTERM, signal.SIGALRM, signal.SIGVTALRM, si
 """Signals that end a process, but not process 1 of a namespace unless it asks for it."""
 _BACKSTOP_S = 1.0
 """Beyond a run's wall limit, which the other side watches: then it is gone, or too busy."""
-_WARM = (
-    "abc array ast base64 bisect calendar cmath collections contextlib copy csv dataclasses datetime decimal enum "
-    "fractions functools hashlib heapq inspect io itertools json math operator os pathlib queue random re statistics "
-    "string struct sys textwrap threading time traceback types typing unicodedata uuid"
-).split()
+_WARM = """
+    abc array ast base64 bisect calendar cmath collections contextlib copy csv dataclasses datetime decimal enum
+    fractions functools hashlib heapq inspect io itertools json math operator os pathlib queue random re statistics
+    string struct sys textwrap threading time traceback types typing unicodedata uuid
+"""
 _SAMPLE = b"import sys\ndef f(x):\n    return [y for y in x if y]\nclass C:\n    pass\nprint(sum(f([1, 2])))\n"
 
 
@@ -77,7 +77,7 @@ def _end_with(parent: int | None) -> None:
 
 def _warm() -> None:
     """Load and run once what programs use, so that no run pays for it; then keep the collector away from it."""
-    for name in _WARM:
+    for name in _WARM.split():
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     sink = open(os.devnull, "w")  # noqa: SIM115
@@ -89,7 +89,6 @@ def _warm() -> None:
 def _isolated(isolation: str, slot: int, packages: Sequence[str]) -> _Worker:
     """This process behind its walls; in namespaces the one that goes on is a child of it."""
     spaces = isolation == "namespaces"
-    inside = [f"{PACKAGES}/{os.path.basename(path)}" for path in packages]
     shared_user = os.getuid() != 0 and not spaces
     process = os.open("/proc/self", os.O_PATH | os.O_DIRECTORY)
     if spaces:
@@ -215,7 +214,7 @@ class _Worker:
 
 
 _PLACES = 8
-"""Descriptors below are set aside for what a run has: its streams, and last the pipe that says whether it was set up."""
+"""Descriptors below are set aside for a run: its streams, and last the pipe that says whether it was set up."""
 
 
 def _contents(descriptor: int) -> bytes:

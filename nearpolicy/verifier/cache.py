@@ -1,0 +1,58 @@
+"""Verdicts that are known already: the same completion of the same row, judged by a reward that has no other state.
+
+Samples of one group are often alike, letter by letter. What failed, and what ran into a limit, is never kept: it says
+something about that moment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+
+from nearpolicy.records import Outcome, Verdict
+from nearpolicy.verifier.config import FunctionReward, RewardConfig
+from nearpolicy.verifier.rewards import Sample
+
+_LIMITS = ("time_limit", "memory_limit", "recursion_limit", "output_limit")
+
+
+def is_deterministic(reward: RewardConfig) -> bool:
+    """Whether the same completion always gets the same verdict. Nobody knows that of a user's function; a program may
+    read the clock, but a verdict that rests on it is no better the second time."""
+    return not isinstance(reward, FunctionReward)
+
+
+class VerdictCache:
+    """The newest ``entries`` verdicts by what they depend on."""
+
+    def __init__(self, entries: int) -> None:
+        self._entries = entries
+        self._known: OrderedDict[bytes, Verdict] = OrderedDict()
+        self.hits = 0
+
+    async def verdict(self, key: str | None, sample: Sample, ask: Callable[[], Awaitable[Verdict]]) -> Verdict:
+        """The known verdict of source ``key`` on a sample, or what ``ask`` finds. None for a source that is not to be
+        remembered."""
+        if key is None or not self._entries or (name := _name(key, sample)) is None:
+            return await ask()
+        if name in self._known:
+            self.hits += 1
+            self._known.move_to_end(name)
+            return self._known[name]
+        found = await ask()
+        if found.outcome is Outcome.SCORED and not found.reason.startswith(_LIMITS):
+            self._known[name] = found
+            if len(self._known) > self._entries:
+                self._known.popitem(last=False)
+        return found
+
+
+def _name(key: str, sample: Sample) -> bytes | None:
+    """A digest of all that a verdict may depend on; None for a row that cannot be written down."""
+    try:
+        text = json.dumps([key, sample.text, sample.prompt, dict(sample.columns)], sort_keys=True)
+    except (TypeError, ValueError):
+        return None
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
