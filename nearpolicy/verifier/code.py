@@ -59,6 +59,15 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
     return blocks
 
 
+def only_function(program: str) -> str | None:
+    """The one function that a program defines at its top, if there is one."""
+    try:
+        found = [node.name for node in ast.parse(program).body if isinstance(node, ast.FunctionDef)]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    return found[0] if len(found) == 1 else None
+
+
 # The tests of a row
 
 

@@ -16,6 +16,7 @@ import os
 import shutil
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from nearpolicy.verifier.sandbox.isolation import _SYSTEM, FOLDER, FOLDER_MIB, PACKAGES, interpreter_folders
@@ -96,7 +97,11 @@ class Bubblewrap:
             message["status"] = status
             if running.stopped is None:
                 message["failure"] = f"bubblewrap did not get to the program (status {status})"
-        return running.outcome(message)
+        ended = running.outcome(message)
+        # bubblewrap does not always wait for what it counts: the kernel's own limit shows as a SIGKILL then.
+        if ended.status == -signal.SIGKILL and ended.stopped is None and ended.wall_s >= run.limits.cpu_s:
+            ended = replace(ended, stopped="cpu")
+        return ended
 
     def _command(self, run: Run) -> list[str]:
         limits = run.limits

@@ -7,6 +7,7 @@ a comparison on this side passes. The first test that is not passed decides.
 from __future__ import annotations
 
 import enum
+import re
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -257,12 +258,14 @@ def unfinished(ended: Ended, limits: Limits) -> _Graded | None:
     last = ended.stderr.rstrip().rpartition(b"\n")[2]
     if ended.status > 0 and (last == b"MemoryError" or last.startswith(b"MemoryError:")):
         return CodeVerdict.MEMORY_LIMIT, f"{limits.memory_mib} MiB"
-    return CodeVerdict.RUNTIME_ERROR, _status(ended.status)
+    return CodeVerdict.RUNTIME_ERROR, _status(ended.status, last)
 
 
-def _status(status: int) -> str:
+def _status(status: int, last_line: bytes) -> str:
+    """With the name of an exception, if the last line of stderr looks like one: for a person, who may be deceived."""
     if status >= 0:
-        return f"exit status {status}"
+        raised = re.match(rb"[A-Za-z_][A-Za-z0-9_.]{0,60}(?=:|$)", last_line)
+        return f"exit status {status}" + (f", {raised[0].decode()}" if raised and status == 1 else "")
     try:
         return f"signal {signal.Signals(-status).name}"
     except ValueError:

@@ -162,7 +162,7 @@ def own_folder() -> None:
 def limit(*, cpu_s: float, memory_mib: int, processes: int, shared_user: bool, held_bytes: int) -> None:
     """Limits of the kernel. ``held_bytes``: address space that the process has before the program runs.
 
-    ``shared_user``: whether other processes have this user id, so that their number says nothing.
+    ``shared_user``: whether other processes have this user id, and count.
     """
     seconds = max(1, int(cpu_s) + 1)
     memory = held_bytes + memory_mib * 2**20
@@ -176,9 +176,26 @@ def limit(*, cpu_s: float, memory_mib: int, processes: int, shared_user: bool, h
         resource.RLIMIT_MSGQUEUE: 0,
     }
     if not shared_user:
-        limits[resource.RLIMIT_NPROC] = 3 + (processes if processes > 1 else 64)
+        limits[resource.RLIMIT_NPROC] = _OF_A_WORKER + (processes if processes > 1 else THREADS)
+    elif processes > 1:  # with 1 none can be started, and threads are bounded by the address space
+        limits[resource.RLIMIT_NPROC] = _threads_of_this_user() + processes
     for name, value in limits.items():
         resource.setrlimit(name, (value, value))
+
+
+_OF_A_WORKER = 3
+"""Processes of a worker and its run itself."""
+THREADS = 64
+
+
+def _threads_of_this_user() -> int:
+    """What the kernel counts against a limit of processes."""
+    count = 0
+    for entry in os.scandir("/proc"):
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and entry.stat().st_uid == os.getuid():
+                count += len(os.listdir(f"/proc/{entry.name}/task"))
+    return count
 
 
 class Confinement:

@@ -99,11 +99,11 @@ def decode(value: Any, depth: int = 0) -> Any:
         return value
     if _TAG not in value:
         return {key: decode(each, depth + 1) for key, each in value.items()}
-    if value.keys() != {_TAG, "v"} or value[_TAG] not in _READERS:
+    if value.keys() != {_TAG, "v"} or not isinstance(value[_TAG], str) or value[_TAG] not in _READERS:
         raise ValueError(f"no value is written {str(value)[:80]}")
     try:
         return _READERS[value[_TAG]](value["v"], depth + 1)
-    except (TypeError, AttributeError, KeyError) as error:
+    except (TypeError, AttributeError, LookupError) as error:
         raise ValueError(f"no {value[_TAG]} is written so: {error}") from None
 
 

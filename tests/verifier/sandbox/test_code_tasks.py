@@ -1,0 +1,506 @@
+"""Programs and their tests, from a task's point of view: what passes, what does not, and what is nobody's fault."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from hostile import children
+
+from nearpolicy.verifier.code import task_of
+from nearpolicy.verifier.rewards import RowError
+from nearpolicy.verifier.sandbox import pool
+from nearpolicy.verifier.sandbox.grading import CannotSplitError, CodeTask, Grade, StdinTest, grade
+from nearpolicy.verifier.sandbox.pool import Workers
+from nearpolicy.verifier.sandbox.runs import Ended, Limits, Run
+from nearpolicy.verifier.sandbox.zygotes import Worker
+
+ADD = [{"args": [2, 3], "result": 5}]
+ADD_CODE = "assert add(2, 3) == 5\nassert add(10, -4) == 6"
+
+
+def graded(program: str, tests, *, entry="add", limits=None, isolation="namespaces", packages=(), **task) -> Grade:
+    async def run():
+        sandbox = Workers(isolation, 2, packages)
+        try:
+            made = tests if isinstance(tests, CodeTask) else task_of(tests, entry=entry, **task)
+            return await grade(sandbox, program, made, limits or Limits(), packages=bool(packages))
+        finally:
+            await sandbox.close()
+
+    return asyncio.run(run())
+
+
+def all_graded(programs: dict[str, str], tests, *, entry="add", limits=None) -> dict[str, str]:
+    """Name -> verdict, all in one sandbox."""
+
+    async def run():
+        sandbox = Workers("namespaces", 4)
+        task = task_of(tests, entry=entry)
+        try:
+            found = await asyncio.gather(
+                *(grade(sandbox, each, task, limits or Limits()) for each in programs.values())
+            )
+            return {name: str(each.verdict) for name, each in zip(programs, found, strict=True)}
+        finally:
+            await sandbox.close()
+
+    return asyncio.run(run())
+
+
+# K39: a pass needs positive proof that every test ran
+
+
+@pytest.mark.parametrize("tests", [ADD, ADD_CODE], ids=["calls", "test code"])
+def test_leaving_early_is_no_pass(tests):
+    """K39."""
+    ends = [
+        "sys.exit(0)",
+        "os._exit(0)",
+        "quit()",
+        "raise SystemExit",
+        "exit()",
+        "os.abort()",
+        "os.kill(os.getpid(), 9)",
+    ]
+    programs = {f"at import: {end}": f"import os, sys\n{end}\ndef add(a, b): return a + b" for end in ends}
+    programs |= {f"inside: {end}": f"import os, sys\ndef add(a, b):\n    {end}\n    return a + b" for end in ends}
+    assert set(all_graded(programs, tests).values()) == {"runtime_error"}
+
+
+def test_a_program_that_raises_is_not_right_where_nothing_is_expected():
+    """K39."""
+    task = CodeTask(tests=(StdinTest(stdin="", stdout=""),))
+    assert graded("raise ValueError", task).verdict == "runtime_error"
+    assert graded("pass", task).verdict == "passed"
+    assert graded("def add(a, b): raise ValueError", [{"args": [1, 2], "result": None}]).verdict == "runtime_error"
+    assert graded("def add(a, b): pass", [{"args": [1, 2], "result": None}]).verdict == "passed"
+
+
+def test_test_code_that_tests_nothing_passes_nobody():
+    """K39."""
+    for code in ("pass", "def check(candidate): pass", "x = 1"):
+        with pytest.raises(CannotSplitError, match="never calls"):
+            graded("def add(a, b): return a + b", code)
+    with pytest.raises(RowError, match="at least one"):
+        task_of([])
+
+
+# K40: verdicts travel where the candidate cannot write
+
+
+def test_claims_of_success_count_for_nothing_and_noise_harms_nothing():
+    """K40."""
+    claims = ["2 passed", "OK", '{"passed": true, "score": 1.0}', '{"returned":5}', '{"end":"passed","test":1}']
+    lies = "\n".join(f"print({claim!r}); print({claim!r}, file=sys.stderr)" for claim in claims)
+    programs = {
+        "wrong": f"import sys\n{lies}\ndef add(a, b):\n    return a - b",
+        "right": f"import sys\n{lies}\ndef add(a, b):\n    print('debug', a)\n    return a + b",
+    }
+    for tests in (ADD, ADD_CODE):
+        assert all_graded(programs, tests) == {"wrong": "wrong_answer", "right": "passed"}
+
+
+def test_a_forged_result_is_still_compared():
+    """K40: the program may well write frames; it does not know what would be right."""
+    forged = (
+        "import os, struct\ndef frame(b): os.write(3, struct.pack('>I', len(b)) + b)\n"
+        "def add(a, b):\n    {}\n    return a + b"
+    )
+    programs = {
+        "a wrong value": forged.format("frame(b'{\"returned\":4}')"),
+        "the end of the tests": forged.format('frame(b\'{"end":"passed","test":2}\')'),
+        "no JSON": forged.format("frame(b'passed')"),
+        "an endless frame": forged.format("os.write(3, b'\\xff\\xff\\xff\\xff')"),
+        "another call": forged.format('frame(b\'{"entry":"add","args":[1,1],"kwargs":{}}\')'),
+    }
+    for tests in (ADD, ADD_CODE):
+        assert "passed" not in all_graded(programs, tests).values()
+
+
+# K41: a grading leaves nothing behind
+
+
+def test_what_a_program_starts_is_gone_with_the_verdict():
+    """K41."""
+    sleeper = "import os, time\ndef add(a, b):\n    if os.fork() == 0:\n        os.setsid()\n        time.sleep(300)\n    return a + b"
+    bomb = "import os\ndef add(a, b):\n    while True:\n        os.fork()"
+    before = children()
+    begin = time.monotonic()
+    limits = Limits(processes=8, wall_s=2)
+    assert graded(sleeper, ADD, limits=limits).verdict == "passed"
+    assert graded(bomb, ADD, limits=limits).verdict in ("time_limit", "runtime_error")
+    assert time.monotonic() - begin < 15
+    deadline = time.monotonic() + 1
+    while children() - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert children() - before == set()
+
+
+def test_twenty_programs_that_never_end_leave_no_process():
+    """K41."""
+    before = children()
+    programs = {str(i): "def add(a, b):\n    while True: pass" for i in range(20)}
+    assert set(all_graded(programs, ADD, limits=Limits(cpu_s=0.2)).values()) == {"time_limit"}
+    assert children() - before == set()
+
+
+# K42: memory and output are bounded
+
+
+def test_too_much_memory_and_too_much_output_end_a_program_and_harm_no_other():
+    """K42."""
+    programs = {
+        "memory": "x = bytearray(8 * 10**9)\ndef add(a, b): return a + b",
+        "memory inside": "def add(a, b): return len([0] * 10**9)",
+        "output": "def add(a, b):\n    while True: print('x' * 1000)",
+        "errors": "import sys\ndef add(a, b):\n    while True: sys.stderr.write('x' * 100_000)",
+        "result": "def add(a, b): return 'x' * 10**7",
+        "right": "def add(a, b): return a + b",
+    }
+    assert all_graded(programs, ADD, limits=Limits(cpu_s=2)) == {
+        "memory": "memory_limit",
+        "memory inside": "memory_limit",
+        "output": "output_limit",
+        "errors": "output_limit",
+        "result": "output_limit",
+        "right": "passed",
+    }
+    kept = graded("while True: print('x' * 1000)", CodeTask(tests=(StdinTest(stdin="", stdout=""),)))
+    assert kept.verdict == "output_limit"
+    assert len(kept.stdout) <= 2**20
+
+
+def test_bytes_may_be_written_to_stdout():
+    """K43."""
+    task = CodeTask(tests=(StdinTest(stdin="7\n", stdout="49\n"),))
+    assert (
+        graded("import sys\nsys.stdout.buffer.write(b'%d' % (int(sys.stdin.buffer.read()) ** 2))", task).verdict
+        == "passed"
+    )
+
+
+# K44: what decides is invisible
+
+
+def test_the_expected_value_is_nowhere_to_be_found():
+    """K44."""
+    search = """
+import gc, os, sys
+def word(a, b):
+    wanted = "".join(["zebra", "-4711"])
+    seen = [str(sys.argv), str(sys.orig_argv), str(os.environ), str(sys.path), str(sys.flags)]
+    for folder, _, names in os.walk("/"):
+        if folder.startswith(("/usr", "/lib", "/root", "/packages")):
+            continue
+        for name in names:
+            try:
+                seen.append(open(os.path.join(folder, name), "rb").read(1 << 16).decode("latin1"))
+            except OSError:
+                pass
+    for object in gc.get_objects():
+        seen.append(repr(object)[:100_000] if isinstance(object, (dict, list, tuple, str)) else "")
+    frame = sys._getframe(1)
+    while frame:
+        seen.append(repr(frame.f_locals) + repr(list(frame.f_globals)))
+        frame = frame.f_back
+    return any(wanted in text for text in seen)
+"""
+    tests = [{"args": [1, 2], "result": "zebra-4711"}]
+    assert graded(search, tests, entry="word").verdict == "wrong_answer"
+    assert graded(search, [{"args": [1, 2], "result": False}], entry="word").verdict == "passed"
+    assert graded(search, "assert word(1, 2) == 'zebra-4711'", entry="word").verdict == "wrong_answer"
+    assert graded(search, "assert word(1, 2) is False", entry="word").verdict == "passed"
+
+
+# K45: failure of the machinery is not failure of the policy
+
+
+class Breaks(Workers):
+    """A sandbox whose runs of programs that hold `word` never start."""
+
+    def __init__(self, word: bytes, everything: bool = False) -> None:
+        super().__init__("namespaces", 2)
+        self._word, self._everything = word, everything
+        self.attempts = 0
+
+    async def _attempt(self, run, on_frame):
+        if self._everything or self._word in run.program:
+            self.attempts += 1
+            return Ended(failure="clone3: Resource temporarily unavailable")
+        return await super()._attempt(run, on_frame)
+
+
+def broken(everything: bool) -> tuple[Grade, int]:
+    async def run():
+        sandbox = Breaks(b"unlucky", everything)
+        try:
+            task = task_of(ADD, entry="add")
+            return await grade(sandbox, "unlucky = 1\ndef add(a, b): return a + b", task, Limits()), sandbox.attempts
+        finally:
+            await sandbox.close()
+
+    return asyncio.run(run())
+
+
+def test_a_sandbox_that_cannot_run_anything_says_nothing_about_a_program():
+    """K45."""
+    found, attempts = broken(everything=True)
+    assert found.verdict == "sandbox_failure"
+    assert attempts == pool.ATTEMPTS + 1
+
+
+def test_a_program_that_alone_cannot_be_run_is_to_blame():
+    """K45: otherwise a policy could learn to break its sandbox, and be excused."""
+    found, attempts = broken(everything=False)
+    assert found.verdict == "runtime_error"
+    assert attempts == pool.ATTEMPTS
+
+
+def test_a_worker_that_dies_under_a_run_is_replaced_and_the_run_tried_again(monkeypatch):
+    async def run():
+        sandbox = Workers("namespaces", 1)
+        send, killed = Worker._send, []
+
+        async def send_and_kill(self, run, running):
+            await send(self, run, running)
+            if not killed:
+                killed.append(self._process.pid)
+                self._process.send_signal(signal.SIGKILL)
+
+        monkeypatch.setattr(Worker, "_send", send_and_kill)
+        try:
+            return await sandbox.run(Run(kind="program", program=b"import time; time.sleep(0.2); print(1)")), killed
+        finally:
+            await sandbox.close()
+
+    ended, killed = asyncio.run(run())
+    assert ended.failure is None
+    assert ended.stdout == b"1\n"
+    assert len(killed) == 1
+
+
+# Honest programs that look odd
+
+
+HONEST = {
+    "deep recursion": "import sys\nsys.setrecursionlimit(10**6)\ndef f(n): return n and 1 + f(n - 1)\nprint(f(20000))",
+    "threads": (
+        "import threading\nthreading.stack_size(64 * 2**20)\nout = []\n"
+        "t = [threading.Thread(target=out.append, args=(i,)) for i in range(4)]\n"
+        "[x.start() for x in t]; [x.join() for x in t]\nprint(20000 + len(out) - 4)"
+    ),
+    "a thread that is not waited for": "import threading, time\nthreading.Thread(target=lambda: (time.sleep(.1), print(20000))).start()",
+    "an explicit exit": "import sys\nprint(20000)\nsys.exit(0)",
+    "an exit hook": "import atexit\natexit.register(print, 20000)",
+    "noise on stderr": "import sys\nprint('x' * 10**6, file=sys.stderr)\nprint(20000)",
+    "files": "open('a.txt', 'w').write('20000')\nprint(open('a.txt').read())",
+    "a temporary file": "import tempfile\nwith tempfile.TemporaryFile('w+') as f:\n    f.write('20000'); f.seek(0); print(f.read())",
+    "an event loop": "import asyncio\nasync def f():\n    await asyncio.sleep(0.01)\n    return 20000\nprint(asyncio.run(f()))",
+    "a thread pool": "from concurrent.futures import ThreadPoolExecutor\nwith ThreadPoolExecutor(4) as p: print(sum(p.map(int, [5000] * 4)))",
+    "main guard": "def main(): print(20000)\nif __name__ == '__main__': main()",
+    "dataclass": "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int = 20000\nprint(A().x)",
+    "an encoding line": "# -*- coding: latin-1 -*-\nprint(20000)",
+    "unicode": "print(len('é' * 20000))",
+    "a handler for alarms": "import signal, time\nsignal.signal(signal.SIGALRM, lambda *a: print(20000))\nsignal.setitimer(signal.ITIMER_REAL, .05)\ntime.sleep(.2)",
+    "its own signal": "import os, signal\nsignal.signal(signal.SIGUSR1, lambda *a: print(20000))\nos.kill(os.getpid(), signal.SIGUSR1)",
+    "many modules": "import xml.dom.minidom, sqlite3, zlib, difflib, email, unittest, urllib.parse\nprint(20000)",
+    "pickling": "import pickle, copy\nclass A: pass\npickle.loads(pickle.dumps(A())); copy.deepcopy(A())\nprint(20000)",
+    "hash order": "print(len({str(i) for i in range(20000)}))",
+    "big numbers": "import sys\nsys.set_int_max_str_digits(0)\nprint(len(str(10**19999)))",
+    "resource limits of its own": "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (4, 4))\nprint(20000)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("isolation", ["namespaces", "landlock"])
+def test_honest_programs_that_look_odd_pass(isolation):
+    async def run():
+        sandbox = Workers(isolation, 4)
+        task = CodeTask(tests=(StdinTest(stdin="", stdout="20000"),))
+        try:
+            found = await asyncio.gather(*(grade(sandbox, each, task, Limits()) for each in HONEST.values()))
+            return {n: (g.reason, g.stderr[-300:]) for n, g in zip(HONEST, found, strict=True) if g.verdict != "passed"}
+        finally:
+            await sandbox.close()
+
+    failed = asyncio.run(run())
+    if isolation == "landlock":  # it has no folder that a program may write to
+        assert failed.pop("files") and failed.pop("a temporary file")
+    assert failed == {}
+
+
+def test_large_input_and_output():
+    task = CodeTask(tests=(StdinTest(stdin="1 " * 400_000, stdout="1 " * 400_000),))
+    assert graded("print(*input().split())", task).verdict == "passed"
+
+
+def test_numpy_where_it_is_allowed():
+    from nearpolicy.verifier.sandbox.ladder import installed
+
+    found = graded(
+        "import numpy as np\ndef add(a, b): return int(np.array([a, b]).sum())", ADD, packages=installed(["numpy"])
+    )
+    assert found.verdict == "passed", found.stderr
+
+
+def test_methods_keyword_arguments_and_values_of_all_types():
+    program = "class Solution:\n    def swap(self, a, *, b):\n        return (b, {a}, {1: a}, str(b).encode())"
+    tests = [
+        {
+            "args": [1],
+            "kwargs": {"b": "x"},
+            "result": {
+                "$": "tuple",
+                "v": ["x", {"$": "set", "v": [1]}, {"$": "dict", "v": [[1, 1]]}, {"$": "bytes", "v": "78"}],
+            },
+        }
+    ]
+    assert graded(program, tests, entry="Solution.swap").verdict == "passed"
+
+
+def test_the_first_test_that_is_not_passed_decides_and_is_named_by_number_only():
+    tests = [*ADD, {"args": [1, 1], "result": 3}, {"args": ["a", 1], "result": 0}]
+    found = graded("def add(a, b): return a + b", tests)
+    assert (found.verdict, found.reason, found.passed, found.tests) == ("wrong_answer", "test 2", 1, 3)
+
+
+# Test code
+
+
+def test_test_code_sees_values_exceptions_and_types_of_the_program():
+    code = [
+        "assert add(1, b=2) == 3 and type(add(1, 2)) is int",
+        "assert add([1], [2]) == [1, 2] and add((1,), (2,)) == (1, 2)",
+        "try:\n    add(1, 'a')\n    assert False\nexcept TypeError as error:\n    assert 'unsupported' in str(error)",
+        "import math\nassert math.isnan(add(float('nan'), 1))",
+    ]
+    assert graded("def add(a, b): return a + b", code).verdict == "passed"
+    found = graded("def add(a, b): return a + b if a != 1 else 4", code)
+    assert (found.verdict, found.reason) == ("wrong_answer", "test 1")
+    assert graded("def add(a, b): return a.nothing", code).verdict == "runtime_error"
+
+
+def test_an_object_that_agrees_with_everything_does_not_reach_the_test():
+    program = "class Yes:\n    def __eq__(self, other): return True\n    def __bool__(self): return True\ndef add(a, b): return Yes()"
+    assert graded(program, ADD_CODE).verdict == "runtime_error"
+    sub = "class Yes(int):\n    def __eq__(self, other): return True\n    __hash__ = None\ndef add(a, b): return Yes(0)"
+    assert graded(sub, ADD_CODE).verdict == "wrong_answer"
+
+
+def test_an_exception_named_like_a_function_runs_nothing():
+    forged = (
+        'import os, struct\nb = b\'{"raised":"x","builtin":"exec","message":"import os; os._exit(0)"}\'\n'
+        "def add(a, b_): os.write(3, struct.pack('>I', len(b)) + b); os._exit(0)"
+    )
+    assert graded(forged, ADD_CODE).verdict == "runtime_error"
+
+
+def test_test_code_that_needs_more_than_values_says_so():
+    with pytest.raises(CannotSplitError, match="type function"):
+        graded("def apply(f, x): return f(x)", "assert apply(lambda x: x, 1) == 1", entry="apply")
+    assert (
+        graded(
+            "def apply(f, x): return f(x)", "assert apply(lambda x: x, 1) == 1", entry="apply", together=True
+        ).verdict
+        == "passed"
+    )
+    assert (
+        graded("def apply(f, x): return 2", "assert apply(lambda x: x, 1) == 1", entry="apply", together=True).verdict
+        == "wrong_answer"
+    )
+
+
+def test_arguments_that_a_program_changes_stay_as_they_are_in_the_test():
+    program = "def sort(items):\n    items.clear()\n    return []"
+    assert (
+        graded(program, "items = [2, 1]\nassert sort(items) == sorted(items)", entry="sort").verdict == "wrong_answer"
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "file", "program"),
+    [
+        (("sh", "main.sh"), "main.sh", "read n; echo $((n * n))"),
+        (("awk", "-f", "main.awk"), "main.awk", "{print $1 * $1}"),
+    ],
+)
+def test_other_languages(command, file, program):
+    task = CodeTask(tests=(StdinTest(stdin="7\n", stdout="49\n"),), command=command, file=file)
+    found = graded(program, task, limits=Limits(processes=4))
+    assert found.verdict == "passed", found.stderr
+    assert graded("echo 1", task, limits=Limits(processes=4)).verdict != "passed"
+    missing = CodeTask(tests=task.tests, command=("no-such-language",))
+    assert graded(program, missing, limits=Limits(processes=4)).reason == "test 1: exit status 127"
+
+
+def test_one_program_cannot_leave_anything_for_the_next():
+    async def run():
+        sandbox = Workers("namespaces", 1)
+        leave = b"import os, sys, json\nopen('x','w').write('1')\njson.dumps = None\nos.environ['A'] = '1'\nimport builtins\nbuiltins.print = None"
+        look = b"import os, json\nprint(os.listdir('.'), os.environ.get('A'), json.dumps(1))"
+        try:
+            await sandbox.run(Run(kind="program", program=leave))
+            return await sandbox.run(Run(kind="program", program=look))
+        finally:
+            await sandbox.close()
+
+    assert asyncio.run(run()).stdout == b"[] None 1\n"
+
+
+def test_the_same_program_and_input_give_the_same_output():
+    program = b"import random\nprint(random.random(), {str(i) for i in range(20)}, hash('a'))"
+
+    async def run():
+        seen = set()
+        for slot in range(3):
+            worker = await Worker.start("namespaces", slot, [])
+            seen.add((await worker.run(Run(kind="program", program=program))).stdout)
+            await worker.close()
+        return seen
+
+    assert len(asyncio.run(run())) == 1
+
+
+def test_workers_end_with_the_process_that_started_them():
+    script = (
+        "import asyncio, os\nfrom nearpolicy.verifier.sandbox.zygotes import Worker\n"
+        "async def f():\n    w = await Worker.start('namespaces', 0, [])\n    print(w._process.pid, flush=True)\n    os.kill(os.getpid(), 9)\n"
+        "asyncio.run(f())"
+    )
+    before = children()
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 5
+    while children() - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert children() - before == set()
+
+
+@pytest.mark.large
+def test_ten_thousand_runs_leave_no_process_no_descriptor_and_no_memory():
+    import os
+    import resource
+
+    async def run():
+        sandbox = Workers("namespaces", 2)
+        program = Run(kind="program", program=b"print(1)")
+        try:
+            await asyncio.gather(*(sandbox.run(program) for _ in range(200)))
+            descriptors, held = len(os.listdir("/proc/self/fd")), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            for _ in range(50):
+                ended = await asyncio.gather(*(sandbox.run(program) for _ in range(200)))
+                assert all(each.stdout == b"1\n" and each.failure is None for each in ended)
+            after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            return descriptors, len(os.listdir("/proc/self/fd")), after - held
+        finally:
+            await sandbox.close()
+
+    before = children()
+    descriptors, later, growth = asyncio.run(run())
+    assert abs(later - descriptors) <= 8
+    assert growth < 50 * 1024
+    assert children() - before == set()

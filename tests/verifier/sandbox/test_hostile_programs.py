@@ -1,0 +1,106 @@
+"""Programs that try to get a reward without solving their task, or out of the sandbox: the verdict in their header, on
+every path of isolation, alone and eight at a time, as this user and as an ordinary one; and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hostile import CASES, children, header, judged
+
+from nearpolicy.verifier.sandbox import bubblewrap, kernel
+
+FILES = sorted(CASES.glob("*/*.py"))
+PATHS = ("namespaces", "landlock", "bubblewrap")
+PACKAGE = Path(kernel.__file__).parents[3]
+
+
+def require(isolation: str) -> None:
+    if isolation == "bubblewrap" and bubblewrap.available() is None:
+        pytest.skip("bwrap is not installed")
+    if isolation == "landlock" and kernel.landlock_version() == 0:
+        pytest.skip("this kernel has no Landlock")
+
+
+def faults(found: dict[str, dict], files: list[Path]) -> list[str]:
+    """What is not as the headers of the files say."""
+    wrong = []
+    for file in files:
+        expected = header(file)["expected verdict"].split(" or ")
+        mine = found[file.name]
+        if not set(mine["verdicts"]) <= set(expected):
+            wrong.append(f"{file.name}: {mine['verdicts']} {mine['reasons'][0]}, not {expected}")
+        wrong += [f"{file.name}: {what}" for what in mine["reached"]]
+    return wrong
+
+
+@pytest.mark.parametrize("isolation", PATHS)
+def test_every_case_gets_its_verdict_and_leaves_nothing(isolation):
+    require(isolation)
+    before = children()
+    mounts = Path("/proc/self/mountinfo").read_text()
+    assert faults(asyncio.run(judged(isolation, 8, 1, FILES)), FILES) == []
+    deadline = time.monotonic() + 5
+    while children() - before and time.monotonic() < deadline:  # killed processes are taken back in their own time
+        time.sleep(0.01)
+    assert children() - before == set()
+    assert Path("/proc/self/mountinfo").read_text() == mounts
+
+
+@pytest.mark.parametrize("isolation", PATHS)
+def test_every_case_gets_its_verdict_for_an_ordinary_user_too(isolation, tmp_path):
+    require(isolation)
+    if os.getuid() != 0:
+        pytest.skip("this is an ordinary user already")
+    python = ordinary_python()
+    where = Path("/tmp") / f"np-ordinary-{os.getpid()}"
+    shutil.copytree(PACKAGE / "nearpolicy", where / "nearpolicy", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(CASES.parent, where / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    try:
+        subprocess.run(["chmod", "-R", "a+rX", where], check=True)
+        files = sorted((where / "tests" / "cases").glob("*/*.py"))
+        done = subprocess.run(
+            [python, where / "tests" / "hostile.py", isolation, "4", "1", *files],
+            user=65534, group=65534, extra_groups=[], env={"PYTHONPATH": str(where), "PATH": os.environ["PATH"]},
+            cwd="/", capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert faults(json.loads(done.stdout.splitlines()[-1]), files) == []
+    finally:
+        shutil.rmtree(where)
+
+
+def ordinary_python() -> str:
+    """An interpreter that others can read; the one of this process may lie in a private folder."""
+    for candidate in (os.path.realpath(sys._base_executable), "/usr/bin/python3", "/usr/local/bin/python3"):
+        asked = [candidate, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]
+        try:
+            if subprocess.run(asked, user=65534, group=65534, extra_groups=[], capture_output=True).returncode == 0:
+                return candidate
+        except OSError:
+            continue
+    pytest.skip("no interpreter here can be started by an ordinary user")
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("isolation", PATHS)
+def test_no_verdict_changes_in_twenty_repeats_under_load(isolation):
+    require(isolation)
+    quick = [file for file in FILES if header(file).get("limits", "-") == "-"]
+    slow = [file for file in FILES if file not in quick]
+    assert faults(asyncio.run(judged(isolation, 8, 20, quick)), quick) == []
+    assert faults(asyncio.run(judged(isolation, 8, 3, slow)), slow) == []
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("isolation", PATHS)
+def test_every_case_gets_its_verdict_alone(isolation):
+    require(isolation)
+    assert faults(asyncio.run(judged(isolation, 1, 1, FILES)), FILES) == []
