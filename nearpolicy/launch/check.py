@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from nearpolicy.tasks.mixture import Mixture, TaskData
     from nearpolicy.verifier.config import RewardConfig
     from nearpolicy.verifier.functions import UserFunction
+    from nearpolicy.verifier.learned_config import JudgingConfig
 
 Lines = Iterator[tuple[str, str]]
 
@@ -74,6 +75,7 @@ def refuse(config: RunConfig, *, makes_run: bool) -> ModelShape | None:
     from nearpolicy.tasks.sources import check_exists
 
     problems, shape = list(_package_problems(config)) if makes_run else [], None
+    problems += _reward_problems(config)
     if config.generator.weights == "bfloat16" and not bfloat16_products():
         problems.append(NO_BFLOAT16)
     try:
@@ -172,6 +174,17 @@ def _package_problems(config: RunConfig) -> Iterator[str]:
             yield f"telemetry.sinks has {sink}, but the package is not installed; pip install 'nearpolicy[{sink}]'"
 
 
+def _reward_problems(config: RunConfig) -> Iterator[str]:
+    """What learned rewards lack, as far as it can be told without asking an endpoint or loading a model."""
+    from nearpolicy.verifier.config import LearnedReward
+    from nearpolicy.verifier.learned import problem_of
+
+    for task in config.tasks:
+        for reward in task.rewards:
+            if isinstance(reward, LearnedReward) and (problem := problem_of(reward)) is not None:
+                yield f"task {task.name!r}, reward {reward.source!r}: {problem}"
+
+
 def _model_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     from nearpolicy.launch.adapter_sizes import unknown_targets
     from nearpolicy.launch.sizes import kv_sequence_mb, longest_sequence
@@ -233,8 +246,19 @@ def _rewards(config: RunConfig, functions: Mapping[str, UserFunction]) -> Lines:
                 reads = f", reads {', '.join(function.columns)}" if function.columns else ""
                 shape = {"trl": "TRL"}.get(function.shape.value, function.shape.value)
                 yield f"reward {reward.source}", f"{where}{reward.path}, {shape} shape{reads}"
+            elif (judging := getattr(reward, "judge", reward)) is not None and hasattr(judging, "endpoint"):
+                yield f"reward {reward.source}", where + _panel(judging)
         if task.held_out:
             yield "held-out accuracy", where + _judge(task.rewards[0])
+
+
+def _panel(judging: JudgingConfig) -> str:
+    """Who judges, how often and for how much."""
+    endpoint, asked = judging.endpoint, len(judging.models) * judging.samples
+    if endpoint is None:
+        return f"{', '.join(judging.models)}, in a process of their own, by the log-probabilities of their answers"
+    money = "" if endpoint.budget is None else f", at most {endpoint.budget:g} spent"
+    return f"{', '.join(judging.models)} at {endpoint.base_url}, {count(asked, 'request')} per completion{money}"
 
 
 def _judge(reward: RewardConfig) -> str:

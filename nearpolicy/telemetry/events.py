@@ -33,6 +33,7 @@ EVENT_KINDS: Mapping[str, tuple[str, str, str]] = {
     "swap": ("generator", "", "* the generator moved to other weights"),
     "finish": ("generator", "tokens, reason", "a sequence ended"),
     "verify": ("verifier", "queue_s, scored, abstained, failed", "* one rollout judged; its wait; sources by outcome"),
+    "budget": ("verifier", "spent, budget", "an endpoint's money is used up; what it is asked from now on fails"),
     "ready": ("queue", "", "a group is complete"),
     "fail": ("queue", "reason", "a group was given up"),
     "filter": ("queue", "reason", "a group was left out for its rewards"),

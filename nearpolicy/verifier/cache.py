@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 
 from nearpolicy.records import Outcome, Verdict
-from nearpolicy.verifier.config import FunctionReward, RewardConfig
+from nearpolicy.verifier.config import FunctionReward, JudgeReward, RewardConfig, RubricReward
 from nearpolicy.verifier.rewards import Sample
 
 _LIMITS = ("time_limit", "memory_limit", "recursion_limit", "output_limit")
@@ -20,7 +20,10 @@ _LIMITS = ("time_limit", "memory_limit", "recursion_limit", "output_limit")
 
 def is_deterministic(reward: RewardConfig) -> bool:
     """Whether the same completion always gets the same verdict. Nobody knows that of a user's function; a program may
-    read the clock, but a verdict that rests on it is no better the second time."""
+    read the clock, and an endpoint may waver at temperature 0, but a verdict is no better the second time."""
+    judging = reward.judge if isinstance(reward, RubricReward) else reward
+    if isinstance(reward, JudgeReward | RubricReward) and judging is not None:
+        return judging.temperature == 0
     return not isinstance(reward, FunctionReward)
 
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from nearpolicy.settings import ConfigModel, RegularExpression, Seconds
+from nearpolicy.verifier.learned_config import JudgeSettings, RewardModelSettings, RubricSettings
 
 AS_WRITTEN = "as_written"
 """The attachment of a prompt whose row holds text that went into a chat message: that text."""
@@ -169,6 +170,31 @@ class CodeReward(_Reward):
         return self
 
 
+class JudgeReward(JudgeSettings, _Reward):
+    """What a language model says of the completion, as a value from 0 to 1 (or that of a label). `docs/verify-judge.md`
+    says what it withstands."""
+
+    kind: Literal["judge"] = "judge"
+    """Selects this reward."""
+
+
+class RubricReward(RubricSettings, _Reward):
+    """The weighted share of items that the completion fulfils, from 0 to 1; each item is a part of the verdict."""
+
+    kind: Literal["rubric"] = "rubric"
+    """Selects this reward."""
+
+
+class RewardModelReward(RewardModelSettings, _Reward):
+    """The score of a reward model, or of a process reward model over the steps of the completion."""
+
+    kind: Literal["reward_model"] = "reward_model"
+    """Selects this reward."""
+
+
+LearnedReward = JudgeReward | RubricReward | RewardModelReward
+
+
 class FunctionReward(_Reward):
     """A function of yours, in the shape TRL or verl expects (`docs/getting-started.md` describes both). It is called
     with one sample at a time: the lists of the TRL shape hold one entry each. Where it is a task's first reward,
@@ -193,7 +219,16 @@ class FunctionReward(_Reward):
 
 
 RewardConfig = Annotated[
-    ExactMatchReward | RegexReward | NumberReward | MathVerifyReward | ReasoningGymReward | CodeReward | FunctionReward,
+    ExactMatchReward
+    | RegexReward
+    | NumberReward
+    | MathVerifyReward
+    | ReasoningGymReward
+    | CodeReward
+    | JudgeReward
+    | RubricReward
+    | RewardModelReward
+    | FunctionReward,
     Field(discriminator="kind"),
 ]
 

@@ -4,6 +4,7 @@
                            -> math_verify, regex, ...        a worker process (`workers`)
                            -> function                       a worker process, or here with `verifier.in_process`
                            -> code                           runs in the sandbox (`sandbox`), judged here
+                           -> judge, rubric, reward_model    an endpoint or a model's own process (`learned`)
 
 Verdicts belong to the call that asked for them, so the order in which scoring ends changes nothing. `score` raises only
 for what must end the run: a user function that breaks its contract, a prompt of an unknown task, a use before `start`.
@@ -26,8 +27,16 @@ from nearpolicy.records import Outcome, Prompt, Rollout, Verdict
 from nearpolicy.verifier import functions, rewards
 from nearpolicy.verifier.cache import VerdictCache, is_deterministic
 from nearpolicy.verifier.code import CodeGrader
-from nearpolicy.verifier.config import CodeReward, FunctionReward, RewardConfig, VerifierConfig, check_names
+from nearpolicy.verifier.config import (
+    CodeReward,
+    FunctionReward,
+    LearnedReward,
+    RewardConfig,
+    VerifierConfig,
+    check_names,
+)
 from nearpolicy.verifier.functions import RewardFunctionError, UserFunction
+from nearpolicy.verifier.learned import LearnedScorers
 from nearpolicy.verifier.rewards import BuiltIn, Sample, runs_inline
 from nearpolicy.verifier.sandbox.ladder import Opened, opened
 from nearpolicy.verifier.workers import WorkerPool
@@ -64,6 +73,7 @@ class VerifierService:
         self._pool: WorkerPool | None = None
         self._sandbox: Opened | None = None
         self._grader: CodeGrader | None = None
+        self._learned = LearnedScorers(on_event)
         self._cache = VerdictCache(config.cache)
         self._failures = FailureRate()
         self._sources: dict[str, list[_Source]] = {}
@@ -82,7 +92,8 @@ class VerifierService:
     async def start(self) -> None:
         """Start the processes that the rewards need, perhaps none; returns when they are ready.
 
-        Raises `VerifierError` if programs are to be run and cannot be isolated as asked.
+        Raises `VerifierError` if programs are to be run and cannot be isolated as asked, and `ConfigError` if a judge
+        cannot be asked or a reward model not be loaded.
         """
         config = self._config
         sources = [source for each in self._sources.values() for source in each]
@@ -94,6 +105,8 @@ class VerifierService:
                 allow_unisolated=config.allow_unisolated,
             )
             self._grader = CodeGrader(self._sandbox, config.packages)
+        learned = {source.key: source.scorer for source in sources if isinstance(source.scorer, LearnedReward)}
+        await self._learned.start(learned)
         scorers = {source.key: _packed(source.scorer) for source in sources if source.in_worker}
         if scorers:
             pool = WorkerPool(scorers, workers=config.workers, timeout_s=config.timeout_s, retries=config.retries)
@@ -106,6 +119,7 @@ class VerifierService:
             await self._pool.close()
         if self._sandbox is not None:
             await self._sandbox.close()
+        await self._learned.close()
 
     async def score(self, prompt: Prompt, rollout: Rollout, *, admission: int | None = None) -> Mapping[str, Verdict]:
         """One verdict per reward source of the prompt's task. `VerifierError` if ever more of them fail."""
@@ -158,6 +172,8 @@ class VerifierService:
         if isinstance(source.scorer, CodeReward):
             assert self._grader is not None
             return await self._grader.score(source.scorer, sample)
+        if isinstance(source.scorer, LearnedReward):
+            return await self._learned.score(source.key, sample)
         if not source.in_worker:
             return await _judged_here(source.scorer, sample)
         assert self._pool is not None
@@ -197,7 +213,7 @@ class _Source:
     name: str
     key: str
     """Name across all tasks."""
-    scorer: UserFunction | BuiltIn | CodeReward
+    scorer: UserFunction | BuiltIn | CodeReward | LearnedReward
     in_worker: bool
     deterministic: bool
 
@@ -205,7 +221,7 @@ class _Source:
 def _source(
     task: str, reward: RewardConfig, config: VerifierConfig, at_hand: Mapping[str, Callable[..., Any]]
 ) -> _Source:
-    scorer: UserFunction | BuiltIn | CodeReward
+    scorer: UserFunction | BuiltIn | CodeReward | LearnedReward
     if isinstance(reward, FunctionReward):
         scorer, in_worker = functions.prepare(reward, at_hand), not config.in_process
     elif isinstance(reward, CodeReward):
@@ -215,6 +231,8 @@ def _source(
                 f"task {task!r}, reward {reward.source!r}: trust is together, where a program shares a process with "
                 f"its tests and can cheat them; use split, or set verifier.allow_weak_trust: true"
             )
+    elif isinstance(reward, LearnedReward):
+        scorer, in_worker = reward, False
     else:
         scorer, in_worker = reward, not runs_inline(reward)
     return _Source(
