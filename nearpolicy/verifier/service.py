@@ -92,6 +92,7 @@ class VerifierService:
                 workers=config.workers,
                 packages=config.packages,
                 allow_unisolated=config.allow_unisolated,
+                url=config.sandbox_url,
             )
             self._grader = CodeGrader(self._sandbox, config.packages)
         scorers = {source.key: _packed(source.scorer) for source in sources if source.in_worker}

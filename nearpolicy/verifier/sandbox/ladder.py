@@ -42,8 +42,23 @@ class Opened:
             await close()
 
 
-async def opened(isolation: str, *, workers: int, packages: Sequence[str], allow_unisolated: bool) -> Opened:
-    """A sandbox that has withstood the check. `VerifierError` if there is none, with all that was tried."""
+async def opened(
+    isolation: str, *, workers: int, packages: Sequence[str], allow_unisolated: bool, url: str | None = None
+) -> Opened:
+    """A sandbox that has withstood the check; a ``remote`` one that answers, behind ``url``.
+
+    Raises `VerifierError` if there is none, with all that was tried.
+    """
+    if isolation == "remote":
+        from nearpolicy.verifier.sandbox.remote import Remote
+
+        remote = Remote(str(url), workers)
+        try:
+            await remote.check()
+        except BaseException:
+            await remote.close()
+            raise
+        return Opened(sandbox=remote, isolation=isolation)
     found = installed(packages)
     tried: list[str] = []
     for name in LADDER if isolation == "auto" else (isolation,):
