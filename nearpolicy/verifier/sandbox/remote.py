@@ -25,7 +25,7 @@ MARGIN_S = 30.0
 """Of the service, beyond the limits of a run: it may have a queue of its own."""
 _AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 
-_DRIVER = '''
+_DRIVER = """
 import ast, atexit, builtins, contextlib, io, json, os, random, struct, sys, threading, traceback, types
 _values = types.ModuleType("nearpolicy.verifier.sandbox.values")
 exec({values!r}, _values.__dict__)
@@ -36,7 +36,7 @@ _harness = types.ModuleType("nearpolicy.verifier.sandbox.harness")
 exec({harness!r}, _harness.__dict__)
 _harness._sent = lambda frame: print("\\n" + {word!r} + frame.decode(), flush=True) or 0
 sys.exit(_harness._KINDS[{kind!r}]({program!r}, **{job!r}))
-'''
+"""
 
 
 class Remote:
