@@ -60,7 +60,7 @@ def main() -> None:
         seconds.append(time.perf_counter() - begin)
     whole = statistics.median(seconds)
     result = {
-        "comparison": "the engine's pause over a copy of the same bytes, one thread",
+        "comparison": "the engine's pause over a plain copy of the same bytes",
         "megabytes": round(sum(t.nbytes for t in tensors.values()) / 1e6, 1),
         "cores": num_cores(),
         "ratio_median": statistics.median(over),

@@ -7,7 +7,7 @@ recipe + overrides -> RunConfig -> sizes, memory, threads -> printed          (n
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nearpolicy.errors import ConfigError, UserError
-from nearpolicy.launch.words import count, expected_answer, quoted
+from nearpolicy.launch.words import count, expected_answer, quoted, section
 
 if TYPE_CHECKING:
     from nearpolicy.config import RunConfig
@@ -59,7 +59,7 @@ def command(
         limit = config.sampling.max_prompt_length
         sections += [(f"data of task {name}", _data(task, limit, renderer)) for name, task in mixture.tasks.items()]
     for title, lines in sections:
-        _print_section(title, lines)
+        section(title, lines)
 
 
 def refuse(config: RunConfig, *, makes_run: bool) -> ModelShape | None:
@@ -395,16 +395,3 @@ def _data(task: TaskData, limit: int, renderer: Renderer) -> Lines:
     yield "first prompt", quoted(renderer.tokenizer.decode(renderer.prompt_ids(first)))
     answer = expected_answer(task.config.model_dump(), first.columns)
     yield "its answer", "no answer column" if answer is None else quoted(answer)
-
-
-def _print_section(title: str, lines: Iterable[tuple[str, str]]) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    from nearpolicy.visible import visible
-
-    console, lines = Console(highlight=False, soft_wrap=True), list(lines)
-    if lines:
-        console.print(Text(title, style="bold"))
-    for label, value in lines:
-        console.print(Text.assemble((f"  {label:<24}", "dim"), visible(value)))

@@ -92,7 +92,9 @@ def _header(text: str, file: str) -> dict[str, Any]:
     if "tests" not in found:
         raise DataError(f"--case {file}: its first lines hold no `# tests: [...]`")
     asked = {key: found[key] for key in ("kind", "entry") if found.get(key, "-") != "-"}
-    read = {key: _json(found[key], f"--case {file}: {key}") for key in ("tests", "limits") if found.get(key, "-") != "-"}
+    read = {
+        key: _json(found[key], f"--case {file}: {key}") for key in ("tests", "limits") if found.get(key, "-") != "-"
+    }
     return asked | read
 
 

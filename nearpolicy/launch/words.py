@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from nearpolicy.visible import visible
 
 
 def count(number: int, noun: str) -> str:
@@ -24,6 +26,18 @@ def place(path: Path) -> str:
 def quoted(text: str) -> str:
     """On one line, in quotes, so that one sees where it begins, where it ends and what is in it."""
     return json.dumps(text, ensure_ascii=False)
+
+
+def section(title: str, lines: Iterable[tuple[str, str]]) -> None:
+    """Print labelled lines under a title; nothing if there are none."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console, lines = Console(highlight=False, soft_wrap=True), list(lines)
+    if lines:
+        console.print(Text(title, style="bold"))
+    for label, value in lines:
+        console.print(Text.assemble((f"  {label:<24}", "dim"), visible(value)))
 
 
 def expected_answer(task: Mapping[str, Any], columns: Mapping[str, Any]) -> str | None:

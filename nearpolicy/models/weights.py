@@ -7,6 +7,7 @@ A load is complete or it is an error that names every tensor concerned.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ import xxhash
 from torch import Tensor, nn
 
 from nearpolicy.errors import SyncError
+from nearpolicy.machine import num_cores
 
 _CPU = torch.device("cpu")
 
@@ -42,7 +44,15 @@ def _bytes(tensor: Tensor) -> np.ndarray:
 
 
 def digests(weights: Mapping[str, Tensor]) -> dict[str, str]:
-    return {name: digest(tensor) for name, tensor in weights.items()}
+    return _each(lambda _, tensor: digest(tensor), weights)
+
+
+def _each(act: Callable[[str, Tensor], str], weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """``act`` on every tensor, on all cores, the largest first; neither copying nor digesting holds the interpreter."""
+    order = sorted(weights, key=lambda name: -weights[name].nbytes)
+    with ThreadPoolExecutor(num_cores(), thread_name_prefix="weights") as cores:
+        found = dict(zip(order, cores.map(lambda name: act(name, weights[name]), order), strict=True))
+    return {name: found[name] for name in weights}
 
 
 def fingerprint(parts: Mapping[str, str]) -> str:
@@ -53,15 +63,12 @@ def fingerprint(parts: Mapping[str, str]) -> str:
     return total.hexdigest()
 
 
+@torch.no_grad()
 def load_and_digest(model: nn.Module, incoming: Mapping[str, Tensor]) -> dict[str, str]:
     """`load_weights`, and the digests of the memory that the model computes from then."""
-    shown: dict[str, str] = {}
-
-    def copy(name: str, target: Tensor, source: Tensor) -> None:
-        shown[name] = _copied(target, source)
-
-    load_weights(model, incoming, copy)
-    return shown
+    copies = {name: (target, source) for name, target, source in _fitting(model, incoming)}
+    targets = {name: target for name, (target, _) in copies.items()}
+    return _each(lambda name, _: _copied(*copies[name]), targets)
 
 
 SLICE = 256 * 1024
@@ -84,15 +91,14 @@ def _copied(target: Tensor, source: Tensor) -> str:
 
 
 @torch.no_grad()
-def load_weights(
-    model: nn.Module,
-    incoming: Mapping[str, Tensor],
-    copy: Callable[[str, Tensor, Tensor], object] = lambda _, target, source: target.copy_(source),
-) -> None:
-    """Copy ``incoming`` into the model in place; every tensor of the model must be given, under any of its names.
+def load_weights(model: nn.Module, incoming: Mapping[str, Tensor]) -> None:
+    """Copy ``incoming`` into the model in place; every tensor of the model must be given, under any of its names."""
+    for _, target, source in _fitting(model, incoming):
+        target.copy_(source)
 
-    ``copy`` is called with a canonical name, the model's tensor and what was sent, once all are known to fit.
-    """
+
+def _fitting(model: nn.Module, incoming: Mapping[str, Tensor]) -> list[tuple[str, Tensor, Tensor]]:
+    """(canonical name, the model's tensor, what was sent) of each; `SyncError` unless all fit, and none is left."""
     problems, copies = [], []
     known: set[str] = set()
     for names, target in _with_aliases(model):
@@ -111,8 +117,7 @@ def load_weights(
     problems += [f"{name!r} was sent, but is unknown here" for name in incoming if name not in known]
     if problems:
         raise SyncError("weights do not fit, 0 tensors applied: " + "; ".join(problems))
-    for name, target, source in copies:
-        copy(name, target, source)
+    return copies
 
 
 def differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:

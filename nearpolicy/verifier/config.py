@@ -269,9 +269,11 @@ class VerifierConfig(ConfigModel):
     """Limit of judging one completion by one reward source, waiting for a worker included; then it has failed."""
     cache: int = Field(default=10_000, ge=0, le=10_000_000)
     """Verdicts remembered: the same completion of the same row is judged once, unless by a user function."""
-    isolation: Literal["auto", "namespaces", "landlock", "bubblewrap", "none"] = "auto"
+    isolation: Literal["auto", "namespaces", "landlock", "bubblewrap", "remote", "none"] = "auto"
     """How programs are kept in, for rewards of kind `code`; auto is the strongest of namespaces and landlock that
-    withstands an attack at the start. bubblewrap is a slower reference."""
+    withstands an attack at the start. bubblewrap is a slower reference; remote is a service at ``sandbox_url``."""
+    sandbox_url: str | None = Field(default=None, pattern=r"^https?://.+")
+    """Where a service with the interface of SandboxFusion runs programs, for ``isolation: remote``."""
     allow_unisolated: bool = False
     """Let ``isolation: none`` run programs with nothing but limits: for programs that you trust as your own."""
     allow_weak_trust: bool = False
@@ -288,4 +290,6 @@ class VerifierConfig(ConfigModel):
                 "isolation is none, which runs programs of the policy with the rights of this process; "
                 "use auto, or set allow_unisolated: true as well"
             )
+        if (self.isolation == "remote") != (self.sandbox_url is not None):
+            raise ValueError("isolation: remote and sandbox_url go together; set both or neither")
         return self

@@ -103,6 +103,7 @@ class VerifierService:
                 workers=config.workers,
                 packages=config.packages,
                 allow_unisolated=config.allow_unisolated,
+                url=config.sandbox_url,
             )
             self._grader = CodeGrader(self._sandbox, config.packages)
         learned = {source.key: source.scorer for source in sources if isinstance(source.scorer, LearnedReward)}
@@ -156,7 +157,8 @@ class VerifierService:
         verdict = await self._cache.verdict(source.key if source.deterministic else None, sample, partial(
             self._bounded, source, sample, started
         ))  # fmt: skip
-        self._failures.count(source.key, verdict)
+        if isinstance(source.scorer, CodeReward):
+            self._failures.count(source.key, verdict)
         return replace(verdict, seconds=time.perf_counter() - asked), began - asked
 
     async def _bounded(self, source: _Source, sample: Sample, started: Callable[[], None]) -> Verdict:
@@ -181,7 +183,8 @@ class VerifierService:
 
 
 class FailureRate:
-    """Ends a run whose verifier has broken: what fails is left out, and too much left out is not training any more."""
+    """Ends a run whose sandbox has broken: what fails is left out, and too much left out is not training any more. A
+    policy must not get used to a machine on which programs cannot be run."""
 
     WINDOW = 1000
     """Verdicts of one source that are looked back upon."""
@@ -202,7 +205,7 @@ class FailureRate:
             raise VerifierError(
                 f"reward {source!r} of task {task!r} failed on {failed} of its last {len(recent)} completions, "
                 f"the last: {verdict.reason}. Nothing is known about those, so nothing can be learned from them; "
-                f"`nearpolicy verify` tries a reward on one completion"
+                f"`nearpolicy doctor` examines the sandbox, `nearpolicy verify code` tries a program"
             )
 
 

@@ -16,11 +16,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nearpolicy.verifier.sandbox import kernel
-from nearpolicy.verifier.sandbox.syscalls import Filter
+from nearpolicy.verifier.sandbox import kernel, syscalls
 
-FOLDER = "/box"
-"""Working folder of a run, the only place it may write to."""
+FOLDER = "/box/run"
+"""Working folder of a run, the only place it may write to. Landlock knows it by the folder above, which stays."""
 PACKAGES = "/packages"
 FOLDER_MIB, FOLDER_FILES = 8, 256
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/libx32", "/bin", "/sbin")
@@ -126,7 +125,7 @@ def _change_root(packages: Sequence[str]) -> None:
         Path(_BASE, "dev", name).touch()
         kernel.mount(f"/dev/{name}", f"{_BASE}/dev/{name}", None, kernel.MS_BIND)
         kernel.set_mount_attributes(f"{_BASE}/dev/{name}", kernel.ATTR_NOSUID | kernel.ATTR_NOEXEC, recursive=False)
-    os.mkdir(_BASE + FOLDER, 0o755)
+    os.makedirs(_BASE + FOLDER)
     if not os.path.exists(_BASE + "/tmp"):
         os.symlink(FOLDER, _BASE + "/tmp")
     os.chdir(_BASE)
@@ -199,47 +198,49 @@ def _threads_of_this_user() -> int:
 
 
 class Confinement:
-    """Landlock and the filter of system calls, prepared once in a worker for all its runs."""
+    """Landlock and the filter of system calls. What a worker can do for all its runs is done when this is made: it is
+    bound by a part of it itself."""
 
     def __init__(self, *, writable: str | None, readable: Sequence[str], capabilities: int = 0) -> None:
         """``writable``: a folder, if there is one. ``capabilities``: a mask of those that a run may have."""
         self._capabilities = capabilities
-        self._version = kernel.landlock_version()
-        self._writable = writable
-        self._readable = readable
-        self._filters: dict[bool, Filter] = {}
-        if writable is not None or self._version >= 6:
-            self._filters = {each: Filter(processes=each) for each in (False, True)}
+        version = kernel.landlock_version()
+        self._apart = writable is not None or version >= 6  # processes cannot signal each other
+        self._rulesets = {each: _ruleset(version, writable, readable, execute=each) for each in (False, True)}
+        self._filters = {each: syscalls.of_run(processes=each) for each in (False, True)}
+        kernel.bound_capabilities()
+        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+        syscalls.of_worker().apply()
 
     def apply(self, *, processes: bool) -> None:
         """For good, and for all that this process starts. ``processes``: whether it may start any."""
-        ruleset = self._ruleset(processes)
-        found = self._filters.get(processes) or Filter(processes=processes, only_signals_to=os.getpid())
         kernel.drop_capabilities(self._capabilities)
-        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+        ruleset = self._rulesets[processes]
         if ruleset is not None:
             kernel.landlock_restrict(ruleset)
-            os.close(ruleset)
-        found.apply()
+        for each in self._rulesets.values():
+            if each is not None:
+                os.close(each)
+        own = self._filters[processes]
+        (own if self._apart else syscalls.of_run(processes=processes, only_signals_to=os.getpid())).apply()
 
-    def _ruleset(self, processes: bool) -> int | None:
-        version = self._version
-        if not version:
-            return None
-        files = (1 << 13) - 1 | (version >= 2) << 13 | (version >= 3) << 14 | (version >= 5) << 15
-        network = 3 if version >= 4 else 0
-        scoped = 3 if version >= 6 else 0
-        ruleset = kernel.landlock_ruleset(files, network, scoped, version)
-        read = _READ_FILE | _READ_DIR | (_EXECUTE if processes else 0)
-        for path in self._readable:
-            if os.path.exists(path):
-                kernel.landlock_allow(ruleset, read if os.path.isdir(path) else read & ~_READ_DIR, path)
-        for name in _DEVICES:
-            if os.path.exists(f"/dev/{name}"):
-                kernel.landlock_allow(ruleset, _READ_FILE | _WRITE_FILE, f"/dev/{name}")
-        if self._writable is not None:
-            kernel.landlock_allow(ruleset, files & ~(_MAKE_CHAR | _MAKE_BLOCK), self._writable)
-        return ruleset
+
+def _ruleset(version: int, writable: str | None, readable: Sequence[str], *, execute: bool) -> int | None:
+    """A descriptor that is kept out of the way of a run's; None without Landlock."""
+    if not version:
+        return None
+    files = (1 << 13) - 1 | (version >= 2) << 13 | (version >= 3) << 14 | (version >= 5) << 15
+    ruleset = kernel.landlock_ruleset(files, 3 if version >= 4 else 0, 3 if version >= 6 else 0, version)
+    read = _READ_FILE | _READ_DIR | (_EXECUTE if execute else 0)
+    for path in readable:
+        if os.path.exists(path):
+            kernel.landlock_allow(ruleset, read if os.path.isdir(path) else read & ~_READ_DIR, path)
+    for name in _DEVICES:
+        if os.path.exists(f"/dev/{name}"):
+            kernel.landlock_allow(ruleset, _READ_FILE | _WRITE_FILE, f"/dev/{name}")
+    if writable is not None:
+        kernel.landlock_allow(ruleset, files & ~(_MAKE_CHAR | _MAKE_BLOCK), writable)
+    return ruleset
 
 
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _MAKE_CHAR, _MAKE_BLOCK = 1, 2, 4, 8, 1 << 6, 1 << 11

@@ -123,14 +123,17 @@ def holds(capabilities: int) -> bool:
     return struct.unpack("IIIIII", found.raw[:24])[0] & capabilities == capabilities
 
 
-def drop_capabilities(kept: int = 0) -> None:
-    """All but those of the mask ``kept``, for good: from the bounding set and from the process."""
+def bound_capabilities() -> None:
+    """None can be gained any more; those that are held stay until they are dropped."""
     for capability in range(64):
-        if not kept >> capability & 1:
-            try:
-                prctl(PR_CAPBSET_DROP, capability)
-            except OSError:  # beyond the last one this kernel knows, or not ours to drop
-                continue
+        try:
+            prctl(PR_CAPBSET_DROP, capability)
+        except OSError:  # beyond the last one this kernel knows, or not ours to drop
+            continue
+
+
+def drop_capabilities(kept: int = 0) -> None:
+    """All but those of the mask ``kept``, for good."""
     header = ctypes.create_string_buffer(struct.pack("Ii", 0x20080522, 0))
     _checked("capset", _libc.capset(header, ctypes.create_string_buffer(struct.pack("IIIIII", kept, kept, 0, 0, 0, 0))))
 

@@ -7,7 +7,7 @@ import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,25 +42,55 @@ class Opened:
             await close()
 
 
-async def opened(isolation: str, *, workers: int, packages: Sequence[str], allow_unisolated: bool) -> Opened:
-    """A sandbox that has withstood the check. `VerifierError` if there is none, with all that was tried."""
-    found = installed(packages)
+async def opened(
+    isolation: str, *, workers: int, packages: Sequence[str], allow_unisolated: bool, url: str | None = None
+) -> Opened:
+    """A sandbox that has withstood the check; a ``remote`` one that answers, behind ``url``.
+
+    Raises `VerifierError` if there is none, with all that was tried.
+    """
+    if isolation == "remote":
+        from nearpolicy.verifier.sandbox.remote import Remote
+
+        remote = Remote(str(url), workers)
+        try:
+            await remote.check()
+        except BaseException:
+            await remote.close()
+            raise
+        return Opened(sandbox=remote, isolation=isolation)
     tried: list[str] = []
     for name in LADDER if isolation == "auto" else (isolation,):
-        if (reason := _missing(name)) is not None:
-            tried.append(f"{name}: {reason}")
-            continue
-        sandbox = _sandbox(name, workers, found)
-        won = await escapes(sandbox)
-        if not won or (name == UNISOLATED and allow_unisolated and not won[0].startswith("could not run")):
-            return Opened(sandbox=sandbox, isolation=name, escapes=tuple(won), passed_over=tuple(tried))
-        tried.append(f"{name}: a program {', '.join(won)}")
-        await Opened(sandbox=sandbox, isolation=name).close()
+        found = await attacked(name, workers=workers, packages=packages)
+        if isinstance(found, str):
+            tried.append(f"{name}: {found}")
+        elif not found.escapes or (name == UNISOLATED and allow_unisolated):
+            return replace(found, passed_over=tuple(tried))
+        else:
+            await found.close()
+            tried.append(f"{name}: a program {', '.join(found.escapes)}")
     raise VerifierError(
         f"programs cannot be isolated on this machine ({'; '.join(tried)}). `nearpolicy doctor` explains each. "
         f"Run where user namespaces or Landlock are allowed, or name a remote sandbox; only for programs that you "
         f"trust as your own: verifier.isolation=none with verifier.allow_unisolated=true"
     )
+
+
+async def attacked(isolation: str, *, workers: int, packages: Sequence[str]) -> Opened | str:
+    """A sandbox and what a hostile program got done in it; or why it is not to be had."""
+    if (reason := _missing(isolation)) is not None:
+        return reason
+    sandbox = _sandbox(isolation, workers, installed(packages))
+    found = Opened(sandbox=sandbox, isolation=isolation)
+    try:
+        won = await escapes(sandbox)
+    except BaseException:
+        await found.close()
+        raise
+    if isinstance(won, str):
+        await found.close()
+        return won
+    return replace(found, escapes=tuple(won))
 
 
 def _sandbox(name: str, workers: int, packages: Sequence[str]) -> Any:

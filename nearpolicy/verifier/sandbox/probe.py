@@ -69,15 +69,15 @@ print(json.dumps(won))
 """
 
 
-async def escapes(sandbox: Sandbox) -> list[str]:
-    """What a hostile program got done, in words; empty if nothing. A program that cannot run at all is told too."""
+async def escapes(sandbox: Sandbox) -> list[str] | str:
+    """What a hostile program got done, in words; or why none can run there."""
     canary, marker = "NP-CANARY-" + secrets.token_hex(8), "np-probe-" + secrets.token_hex(8)
     with _bait(canary, marker) as told:
         run = Run(kind="program", program=_ATTACK.encode(), stdin=json.dumps(told).encode(), limits=Limits(cpu_s=5))
         ended = await sandbox.run(run)
         if ended.failure is not None or ended.status != 0 or ended.stopped is not None:
             why = ended.failure or ended.stderr.decode(errors="replace").strip()[-200:] or f"status {ended.status}"
-            return [f"could not run at all: {why}"]
+            return f"no program can run: {why}"
         won = set(json.loads(ended.stdout))
         seen = {f"left a file in {folder}" for folder in told["folders"] if _remove(Path(folder, marker))}
     return sorted((won - {"write outside its folder"}) | seen)

@@ -12,6 +12,7 @@ import ctypes
 import errno
 import signal
 import struct
+from collections.abc import Iterable
 
 from nearpolicy.verifier.sandbox import kernel
 
@@ -71,6 +72,8 @@ _OWN_PROCESSES = {
     "sched_setaffinity",
 }
 """Allowed where a task may start processes: compilers, shells."""
+_OF_WORKERS = {"mount", "capset", "landlock_restrict_self", "pidfd_send_signal", "seccomp"}
+"""What a worker does between two runs, or for one, and a run may not."""
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
 _PRCTL = {"x86_64": 157, "aarch64": 167}
@@ -102,49 +105,34 @@ class _Program(ctypes.Structure):
 class Filter:
     """A filter that is built once and applied to the process that calls `apply`, for good."""
 
-    def __init__(self, *, processes: bool, only_signals_to: int | None = None) -> None:
-        """``processes``: whether new ones may be started. ``only_signals_to``: the one process that may be signalled,
-        where nothing else keeps processes apart.
-
-        Process 1 of a namespace is deaf to a SIGKILL of its own; here it ends by it, as it would anywhere else.
-        """
-        self._code = _assembled(processes, only_signals_to)
-        self._program = _Program(len(self._code) // 8, self._code)
+    def __init__(self, code: bytes) -> None:
+        self._code = code
+        self._program = _Program(len(code) // 8, code)
 
     def apply(self) -> None:
         """Needs `PR_SET_NO_NEW_PRIVS` first."""
         kernel.prctl(kernel.PR_SET_SECCOMP, kernel.SECCOMP_MODE_FILTER, self._program)
 
-    @property
-    def code(self) -> bytes:
-        """The instructions, as bubblewrap reads them from a descriptor."""
-        return self._code
+
+def of_worker() -> Filter:
+    """What a worker needs as little as its runs. It is long, and the kernel takes time over it: once, this way."""
+    machine = _known()
+    return Filter(_assembled([*_refused(_DENIED.keys() - _OF_WORKERS - _OWN_PROCESSES), *_arguments(machine)]))
 
 
-def supported() -> bool:
-    return kernel.MACHINE in _ARCHITECTURE
+def of_run(*, processes: bool, only_signals_to: int | None = None) -> Filter:
+    """The rest, for a run; on top of `of_worker`.
 
-
-def _assembled(processes: bool, only_signals_to: int | None) -> bytes:
-    machine = kernel.MACHINE
-    if machine not in _ARCHITECTURE:
-        raise OSError(f"there is no list of system calls for the architecture {machine}")
-    column = 0 if machine == "x86_64" else 1
-    code: list[tuple[int, int, int, int]] = [
-        (_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, _ARCHITECTURE[machine]), (_RETURN, 0, 0, _KILL_PROCESS),
-        (_LOAD, 0, 0, _NUMBER), (_AT_LEAST, 0, 1, _NEWEST), (_RETURN, 0, 0, _NOT_THERE),
-        (_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _NOT_THERE),
-    ]  # fmt: skip
-    for name, numbers in _DENIED.items():
-        if numbers[column] is not None and not (processes and name in _OWN_PROCESSES):
-            code += [(_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _DENY)]
+    processes: whether new ones may be started. only_signals_to: the one process that may be signalled, where nothing
+    else keeps processes apart. Process 1 of a namespace is deaf to a SIGKILL of its own; here it ends by it, as it
+    would anywhere else.
+    """
+    machine = _known()
+    names = _DENIED.keys() & _OF_WORKERS | (set() if processes else _DENIED.keys() & _OWN_PROCESSES)
+    code = [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _NOT_THERE), *_refused(names)]
     may_clone = (_ANY_BIT, 0, 1, _CLONE_NAMESPACES) if processes else (_ANY_BIT, 1, 0, _CLONE_THREAD)
     code += _where(_CLONE[machine], [(_LOAD, 0, 0, _FIRST), may_clone, (_RETURN, 0, 0, _DENY), (_RETURN, 0, 0, _ALLOW)])
     code += _unless(_PRCTL[machine], _FIRST, (_PR_SET_DUMPABLE, _PR_SET_MM, _PR_SET_SECCOMP))
-    code += _unless(_IOCTL[machine], _SECOND, (_TIOCSTI, _TIOCLINUX))
-    code += _only(_PRLIMIT[machine], _FIRST, 0)
-    # A pair of datagram sockets could send to an address; a pair of streams is what event loops wake themselves with.
-    code += _only(_SOCKETPAIR[machine], _SECOND, _SOCK_STREAM, mask=_SOCK_TYPE)
     if only_signals_to is None:
         for number in _SIGNAL[machine][:2]:
             code += _where(number, _ends_if_first(number == _SIGNAL[machine][0]))
@@ -152,16 +140,51 @@ def _assembled(processes: bool, only_signals_to: int | None) -> bytes:
         for number in _SIGNAL[machine]:
             code += _only(number, _FIRST, only_signals_to)
         code += _where(_TKILL[machine], [(_RETURN, 0, 0, _DENY)])
-    code.append((_RETURN, 0, 0, _ALLOW))
-    return b"".join(struct.pack("HBBI", *each) for each in code)
+    return Filter(_assembled(code))
 
 
-def _where(number: int, then: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
+def supported() -> bool:
+    return kernel.MACHINE in _ARCHITECTURE
+
+
+def _known() -> str:
+    if kernel.MACHINE not in _ARCHITECTURE:
+        raise OSError(f"there is no list of system calls for the architecture {kernel.MACHINE}")
+    return kernel.MACHINE
+
+
+_Step = tuple[int, int, int, int]
+"""Code, where to jump if true and if false, argument."""
+
+
+def _assembled(code: list[_Step]) -> bytes:
+    start: list[_Step] = [
+        (_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, _ARCHITECTURE[kernel.MACHINE]), (_RETURN, 0, 0, _KILL_PROCESS),
+        (_LOAD, 0, 0, _NUMBER), (_AT_LEAST, 0, 1, _NEWEST), (_RETURN, 0, 0, _NOT_THERE),
+    ]  # fmt: skip
+    return b"".join(struct.pack("HBBI", *step) for step in [*start, *code, (_RETURN, 0, 0, _ALLOW)])
+
+
+def _refused(names: Iterable[str]) -> list[_Step]:
+    column = 0 if kernel.MACHINE == "x86_64" else 1
+    numbers = sorted(n for name in names if (n := _DENIED[name][column]) is not None)
+    return [step for number in numbers for step in ((_EQUAL, 0, 1, number), (_RETURN, 0, 0, _DENY))]
+
+
+def _arguments(machine: str) -> list[_Step]:
+    """Calls that are denied with some arguments only."""
+    code = _unless(_IOCTL[machine], _SECOND, (_TIOCSTI, _TIOCLINUX))
+    code += _only(_PRLIMIT[machine], _FIRST, 0)
+    # A pair of datagram sockets could send to an address; a pair of streams is what event loops wake themselves with.
+    return code + _only(_SOCKETPAIR[machine], _SECOND, _SOCK_STREAM, mask=_SOCK_TYPE)
+
+
+def _where(number: int, then: list[_Step]) -> list[_Step]:
     """``then``, which ends in a return, if the call has this number."""
     return [(_EQUAL, 0, len(then), number), *then]
 
 
-def _ends_if_first(plain: bool) -> list[tuple[int, int, int, int]]:
+def _ends_if_first(plain: bool) -> list[_Step]:
     """kill(1, SIGKILL), or tgkill(1, _, SIGKILL), ends the caller."""
     return [
         (_LOAD, 0, 0, _SECOND if plain else _THIRD), (_EQUAL, 1, 0, signal.SIGKILL), (_RETURN, 0, 0, _ALLOW),
@@ -169,13 +192,13 @@ def _ends_if_first(plain: bool) -> list[tuple[int, int, int, int]]:
     ]  # fmt: skip
 
 
-def _unless(number: int, argument: int, denied: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
+def _unless(number: int, argument: int, denied: tuple[int, ...]) -> list[_Step]:
     """This call is denied if its argument is one of these."""
     tests = [step for each in denied for step in ((_EQUAL, 0, 1, each), (_RETURN, 0, 0, _DENY))]
     return _where(number, [(_LOAD, 0, 0, argument), *tests, (_RETURN, 0, 0, _ALLOW)])
 
 
-def _only(number: int, argument: int, allowed: int, mask: int = 0xFFFFFFFF) -> list[tuple[int, int, int, int]]:
+def _only(number: int, argument: int, allowed: int, mask: int = 0xFFFFFFFF) -> list[_Step]:
     """This call is denied unless its argument is this one."""
     test = [(_AND, 0, 0, mask), (_EQUAL, 1, 0, allowed), (_RETURN, 0, 0, _DENY), (_RETURN, 0, 0, _ALLOW)]
     return _where(number, [(_LOAD, 0, 0, argument), *test])

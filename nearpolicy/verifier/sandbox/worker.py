@@ -106,7 +106,7 @@ def _isolated(isolation: str, slot: int, packages: Sequence[str]) -> _Worker:
     _end_with(None)
     confinement = None
     if spaces:
-        confinement = Confinement(writable=FOLDER, readable=["/"])
+        confinement = Confinement(writable=os.path.dirname(FOLDER), readable=["/"])
     elif isolation == "landlock":
         confinement = Confinement(
             writable=None,
@@ -197,7 +197,6 @@ class _Worker:
         for place in range(len(streams), _PLACES - 1):
             os.close(place)
         os.dup2(passes, _PLACES - 1, inheritable=False)
-        kernel.close_from(_PLACES)
         if self._spaces:
             own_folder()
             for number in _REPLACED:
@@ -210,6 +209,7 @@ class _Worker:
         )  # fmt: skip
         if self._confinement is not None:
             self._confinement.apply(processes=processes > 1)
+        kernel.close_from(_PLACES)
         return text
 
 

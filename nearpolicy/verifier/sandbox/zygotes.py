@@ -25,6 +25,7 @@ from typing import Any
 
 from nearpolicy.errors import NearpolicyError
 from nearpolicy.verifier.sandbox.capture import Capture, Frames
+from nearpolicy.verifier.sandbox.isolation import FOLDER
 from nearpolicy.verifier.sandbox.runs import STDERR_CAP, STDERR_KEPT, Ended, OnFrame, Run
 
 START_LIMIT_S = 60.0
@@ -50,7 +51,7 @@ module.main()
 """
 """Not by import: what is loaded so does not say where on this machine it lies."""
 ENVIRONMENT = {
-    "PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "LANG": "C.UTF-8", "TZ": "UTC", "HOME": "/box", "TMPDIR": "/box",
+    "PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "LANG": "C.UTF-8", "TZ": "UTC", "HOME": FOLDER, "TMPDIR": FOLDER,
     "PATH": "/usr/local/bin:/usr/bin:/bin", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
 }  # fmt: skip
 """All that a run finds there: the same program and the same input give the same verdict."""
