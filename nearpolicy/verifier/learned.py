@@ -8,7 +8,9 @@ What is missing is refused here, before the first completion: a key, an endpoint
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Protocol
 
 from nearpolicy.errors import ConfigError, NearpolicyError
@@ -50,7 +52,8 @@ class LearnedScorers:
     async def score(self, key: str, sample: Sample) -> Verdict:
         if key not in self._scorers:
             raise NearpolicyError("the verifier has not been started: await `start()` before `score`")
-        verdict = await self._scorers[key].score(sample)
+        asked = time.perf_counter()
+        verdict = replace(await self._scorers[key].score(sample), seconds=time.perf_counter() - asked)
         for name, endpoint in self._endpoints.items():
             if endpoint.purse.is_spent and name not in self._told:
                 self._told.add(name)

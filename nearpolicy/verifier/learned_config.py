@@ -13,6 +13,12 @@ from pydantic import Field, field_validator, model_validator
 
 from nearpolicy.settings import ConfigModel, RegularExpression, Seconds
 
+def changed_keys(config: ConfigModel, keys: tuple[str, ...]) -> list[str]:
+    """Those with another value than the default: a recipe that was resolved sets every key."""
+    fields = type(config).model_fields
+    return [key for key in keys if getattr(config, key) != fields[key].get_default(call_default_factory=True)]
+
+
 # Who is asked
 
 
@@ -93,8 +99,8 @@ class JudgingConfig(ConfigModel):
             raise ValueError("samples above 1 at temperature 0 would all be alike; set a temperature")
         if self.penalty and len(self.models) * self.samples == 1:
             raise ValueError("penalty needs more than one verdict: several models, or samples with a temperature")
-        if self.endpoint is None and (set_here := [key for key in _OF_ENDPOINTS if key in self.model_fields_set]):
-            raise ValueError(f"{', '.join(set_here)} have no effect without an endpoint: nothing is sampled")
+        if self.endpoint is None and (changed := changed_keys(self, _OF_ENDPOINTS)):
+            raise ValueError(f"{', '.join(changed)} have no effect without an endpoint: nothing is sampled")
         unbounded = self.extra.get("max_tokens", 1) is None and "max_completion_tokens" not in self.extra
         if self.endpoint is not None and self.endpoint.budget is not None and unbounded:
             raise ValueError("extra takes max_tokens out, so nothing bounds the price of a request; set another bound")
@@ -128,8 +134,8 @@ class JudgeSettings(JudgingConfig):
         low, high = self.scale
         if not low < high <= low + 100:
             raise ValueError(f"scale is {low} to {high}; write worst, best, at most 100 apart")
-        given = [key for key in ("scale", "labels", "against_column") if key in self.model_fields_set]
-        if len(given) > 1 and all(getattr(self, key) for key in given):
+        given = changed_keys(self, ("scale", "labels", "against_column"))
+        if len(given) > 1:
             raise ValueError(f"set one of {', '.join(given)}: each says what the judge may answer")
         if len(self.labels) == 1:
             raise ValueError("labels holds one answer; a judge needs two or more to choose from")
@@ -343,9 +349,9 @@ class RewardModelSettings(ConfigModel):
 
     @model_validator(mode="after")
     def _form_fits(self) -> Self:
-        unused = {"whole": ("separator", "step_token", "aggregate"), "steps": ()}[self.form]
-        if named := [key for key in unused if key in self.model_fields_set]:
-            raise ValueError(f"{', '.join(named)} have no effect with form: whole; set form: steps")
+        changed = changed_keys(self, ("separator", "step_token", "aggregate"))
+        if self.form == "whole" and changed:
+            raise ValueError(f"{', '.join(changed)} have no effect with form: whole; set form: steps")
         if "{completion}" not in self.template:
             raise ValueError(f"template is {self.template!r}; it must hold {{completion}}")
         if self.form == "steps" and self.on_overlong == "keep_start":

@@ -157,7 +157,7 @@ class VerifierService:
         verdict = await self._cache.verdict(source.key if source.deterministic else None, sample, partial(
             self._bounded, source, sample, started
         ))  # fmt: skip
-        if isinstance(source.scorer, CodeReward):
+        if isinstance(source.scorer, CodeReward | LearnedReward):
             self._failures.count(source.key, verdict)
         return replace(verdict, seconds=time.perf_counter() - asked), began - asked
 
