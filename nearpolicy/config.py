@@ -295,7 +295,8 @@ def _rewards_beside_0_and_1(config: RunConfig) -> Iterator[str]:
     """What pass@k cannot be computed of, as far as a recipe says what rewards will be."""
     for index, task in enumerate(config.tasks):
         counted = [reward for reward in task.rewards if reward.weight]
-        fits = [reward for reward in counted if reward.weight == 1 and getattr(reward, "partial", 1) in (0, 1)]
+        plain = [reward for reward in counted if reward.kind not in ("judge", "rubric", "reward_model")]
+        fits = [reward for reward in plain if reward.weight == 1 and getattr(reward, "partial", 1) in (0, 1)]
         if len(counted) != 1 or not fits:
             yield (
                 f"tasks.{index}.rewards: objective.advantage=grpo_passk needs rewards of 0 or 1; give one reward the "

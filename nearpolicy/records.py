@@ -181,7 +181,7 @@ class Verdict:
     parts: Mapping[str, float] = field(default_factory=lambda: _EMPTY)
     """Named scalars the value is made of, for reports."""
     arrays: Mapping[str, np.ndarray] = field(default_factory=lambda: _EMPTY)
-    """Named per-token arrays."""
+    """Named arrays: a number per token, or per step of the completion."""
     reason: str = ""
     """Free text for people: why it abstained or failed."""
     seconds: float = 0.0

@@ -31,7 +31,9 @@ ARROWS: dict[str, frozenset[str]] = {
     # The roles: they never see each other.
     "generator": BASE | {"models"},
     "learner": BASE | {"models", "objectives"},
-    "verifier": BASE,
+    # Learned rewards: models are loaded in their own process; labels are told apart the same way everywhere.
+    "verifier": BASE
+    | {f"models.{name}" for name in ("choices", "device", "heads", "label_tree", "loading", "tokenizer")},
     "environments": BASE,
     "rollout_queue": BASE,
     "sync": BASE | {"models.weights"},  # what a digest is of, and how two sets of them are compared

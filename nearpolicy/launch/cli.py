@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("nearpolicy.launch.train", "Run a recipe to its end; writes a run folder."),
     "eval": ("nearpolicy.launch.evaluate", "Evaluate a model on a recipe's held-out set."),
     "check": ("nearpolicy.launch.check", "Explain a recipe and refuse contradictions, without loading a model."),
+    "calibrate": ("nearpolicy.launch.calibrate", "Compare a reward with labels: agreement, leanings, attacks."),
     "inspect": ("nearpolicy.launch.inspect", "Show rollouts of a run: text, rewards, versions, advantages, fates."),
     "compare": ("nearpolicy.launch.compare", "Compare objectives on a run's recorded rollouts."),
     "doctor": ("nearpolicy.launch.doctor", "Examine this machine: what it offers, and what to do about the rest."),

@@ -156,16 +156,27 @@ def load_policy(
     return policy
 
 
-def _from_files(source: Path | str, name: str, **how: Any) -> Any:
-    """A causal LM with exactly the weights that its files hold; `ModelError` names the tensors where that fails.
+def load_weights(folder: Path | str, kind: str, dtype: torch.dtype) -> torch.nn.Module:
+    """A frozen model of a ``kind`` as transformers names it (``SequenceClassification``), with every dropout 0.
+
+    `ModelError` if the folder holds no such model: a head that is missing would be made up.
+    """
+    _quiet()
+    model = _from_files(folder, str(folder), kind, dtype=dtype)
+    _disable_dropout(model)
+    return model.requires_grad_(False)
+
+
+def _from_files(source: Path | str, name: str, kind: str = "CausalLM", **how: Any) -> Any:
+    """A model with exactly the weights that its files hold; `ModelError` names the tensors where that fails.
 
     transformers fills a missing or mis-shaped tensor with random numbers and leaves out what it does not know, all with
     a warning at most. Tied weights are no gap: it does not count them as missing.
     """
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(
             source, output_loading_info=True, ignore_mismatched_sizes=True, **how
         )
     except Exception as error:  # foreign files: a cut-off header, sizes that cannot be, a broken generation config

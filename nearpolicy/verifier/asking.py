@@ -13,6 +13,8 @@ the material can be found by mistake.
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import re
 import secrets
@@ -126,6 +128,14 @@ def choice_messages(
     return [{"role": "system", "content": system}, {"role": "user", "content": user}]
 
 
+def nonce_from(question: Question) -> Nonce:
+    """Delimiters that are the same whenever the same is asked: digests of the material. None can stand in it, because
+    no text can be written that holds a digest of itself."""
+    counter = itertools.count()
+    text = repr([(part.title, part.text) for part in question.material]).encode("utf-8", "surrogatepass")
+    return lambda: hashlib.blake2b(text, digest_size=16, salt=next(counter).to_bytes(8, "big")).hexdigest()
+
+
 def _unused(nonce: Nonce, texts: Sequence[str]) -> str:
     mark = nonce()
     while any(mark in text for text in texts):
@@ -165,7 +175,11 @@ def defused(text: str, specials: Iterable[str] = ()) -> str:
     """The text with a space inside all that a chat template or tokenizer takes for more than text, and with invisible
     characters written out. Ordinary text, code and markup stay as they are."""
     text = _INVISIBLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text.replace("\r\n", "\n"))
-    text = _TEMPLATE_TOKENS.sub(lambda found: found[0] + " ", text)
+    return without_tokens(_TEMPLATE_TOKENS.sub(lambda found: found[0] + " ", text), specials)
+
+
+def without_tokens(text: str, specials: Iterable[str]) -> str:
+    """The text with a space inside each of a tokenizer's special tokens, so that it is read as the letters it is."""
     for token in sorted({t for t in specials if len(t.strip()) > 1}, key=len, reverse=True):
         text = re.sub(f"(?={re.escape(token)})(.)", r"\1 ", text, flags=re.DOTALL)
     return text

@@ -21,6 +21,7 @@ from nearpolicy.verifier.asking import Answer, Choice, Material, Question, Unrea
 from nearpolicy.verifier.config import JudgeReward
 from nearpolicy.verifier.endpoint import Endpoint, EndpointFault
 from nearpolicy.verifier.learned_config import JudgingConfig
+from nearpolicy.verifier.model_server import ModelFault, ModelServer
 from nearpolicy.verifier.rewards import RowError, Sample
 
 T = TypeVar("T")
@@ -57,8 +58,7 @@ class RemotePanel:
             await self._endpoint.probe(self._body(model, question))
 
     async def ask(self, question: Question) -> list[Answer]:
-        if question.characters > self._config.max_characters:
-            raise NoAnswer(f"{question.characters} characters to judge, more than max_characters")
+        within_limit(question, self._config)
         members = [model for model in self._config.models for _ in range(self._config.samples)]
         return await all_of([self._answer(model, question) for model in members])
 
@@ -90,6 +90,37 @@ class RemotePanel:
             schema = {"name": "verdict", "strict": True, "schema": question.schema()}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
         return {key: value for key, value in (body | config.extra).items() if value is not None}
+
+
+class LocalPanel:
+    """Models in processes of our own, which say how likely each allowed answer is."""
+
+    def __init__(self, config: JudgingConfig, servers: Mapping[str, ModelServer]) -> None:
+        self._config = config
+        self._servers = servers
+
+    async def ask(self, question: Question) -> list[Answer]:
+        within_limit(question, self._config)
+        return await all_of([self._answer(server, question) for server in self._servers.values()])
+
+    async def _answer(self, server: ModelServer, question: Question) -> Answer:
+        try:
+            found = await all_of([self._decided(server, question, choice) for choice in question.choices])
+        except ModelFault as fault:
+            raise NoAnswer(str(fault)) from fault
+        return {choice.name: answer for choice, answer in zip(question.choices, found, strict=True)}
+
+    async def _decided(self, server: ModelServer, question: Question, choice: Choice) -> Mapping[str, float]:
+        # The delimiter follows from the question, so that the verdict is the same in the next run.
+        chat = asking.choice_messages(question, choice, server.specials, asking.nonce_from(question))
+        values = await server.ask({"messages": chat, "labels": list(choice.labels)})
+        return dict(zip(choice.labels, values, strict=True))
+
+
+def within_limit(question: Question, config: JudgingConfig) -> None:
+    """`NoAnswer` for more material than a request may hold."""
+    if question.characters > config.max_characters:
+        raise NoAnswer(f"{question.characters} characters to judge, more than max_characters")
 
 
 class Judge:

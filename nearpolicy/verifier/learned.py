@@ -8,19 +8,25 @@ What is missing is refused here, before the first completion: a key, an endpoint
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from nearpolicy.errors import ConfigError, NearpolicyError
 from nearpolicy.records import Verdict
-from nearpolicy.verifier.config import JudgeReward, LearnedReward, RubricReward
+from nearpolicy.verifier.config import LearnedReward, RewardModelReward, RubricReward
 from nearpolicy.verifier.endpoint import Endpoint, missing_key
-from nearpolicy.verifier.judge import Judge, Panel, RemotePanel
-from nearpolicy.verifier.learned_config import JudgingConfig
+from nearpolicy.verifier.judge import Judge, LocalPanel, Panel, RemotePanel
+from nearpolicy.verifier.learned_config import JudgingConfig, RewardModelSettings
+from nearpolicy.verifier.model_server import ModelServer
+from nearpolicy.verifier.reward_model import RewardModel, judge_setup, reward_model_setup
 from nearpolicy.verifier.rewards import Sample
 from nearpolicy.verifier.rubric import Rubric
+
+_BATCHING = {key: RewardModelSettings.model_fields[key].default for key in ("batch_size", "window_s", "timeout_s")}
 
 
 class _Scorer(Protocol):
@@ -33,6 +39,7 @@ class LearnedScorers:
     def __init__(self, on_event: Callable[..., None]) -> None:
         self._on_event = on_event
         self._endpoints: dict[str, Endpoint] = {}
+        self._servers: dict[str, ModelServer] = {}
         self._scorers: dict[str, _Scorer] = {}
         self._told: set[str] = set()
         """Endpoints of which it has been told that their money is used up."""
@@ -48,6 +55,8 @@ class LearnedScorers:
     async def close(self) -> None:
         for endpoint in self._endpoints.values():
             await endpoint.close()
+        for server in self._servers.values():
+            await server.close()
 
     async def score(self, key: str, sample: Sample) -> Verdict:
         if key not in self._scorers:
@@ -63,11 +72,14 @@ class LearnedScorers:
     async def _scorer(self, reward: LearnedReward) -> _Scorer:
         if isinstance(reward, RubricReward):
             return Rubric(reward, None if reward.judge is None else await self._panel(reward.judge))
-        assert isinstance(reward, JudgeReward)
+        if isinstance(reward, RewardModelReward):
+            return RewardModel(reward, await self._server(reward_model_setup(reward), reward))
         return Judge(reward, await self._panel(reward))
 
     async def _panel(self, config: JudgingConfig) -> Panel:
-        assert config.endpoint is not None
+        if config.endpoint is None:
+            setups = {path: judge_setup(path) for path in config.models}
+            return LocalPanel(config, {path: await self._server(setup) for path, setup in setups.items()})
         name = config.endpoint.model_dump_json()
         if name not in self._endpoints:
             endpoint = Endpoint.of(config.endpoint)
@@ -77,10 +89,30 @@ class LearnedScorers:
         await panel.probe()
         return panel
 
+    async def _server(self, setup: Mapping[str, Any], reward: RewardModelReward | None = None) -> ModelServer:
+        name = json.dumps(setup, sort_keys=True)
+        if name not in self._servers:
+            batching = {key: getattr(reward, key) if reward else default for key, default in _BATCHING.items()}
+            server = ModelServer(setup, name=f"the model {setup['path']!r}", **batching)
+            await server.start()
+            self._servers[name] = server
+        return self._servers[name]
+
 
 def problem_of(reward: LearnedReward) -> str | None:
     """What can be told to be missing without asking anybody; None if nothing."""
-    judging = reward.judge if isinstance(reward, RubricReward) else reward if isinstance(reward, JudgeReward) else None
-    if judging is None or judging.endpoint is None:
+    if isinstance(reward, RewardModelReward):
+        return _no_folder([reward.path])
+    judging = reward.judge if isinstance(reward, RubricReward) else reward
+    if judging is None:
         return None
-    return missing_key(judging.endpoint)
+    return _no_folder(judging.models) if judging.endpoint is None else missing_key(judging.endpoint)
+
+
+def _no_folder(paths: Sequence[str]) -> str | None:
+    """A path that is certainly meant as one: a hub id has one slash at most, and none of these beginnings."""
+    for path in paths:
+        looks_local = path.startswith(("/", "./", "../", "~")) or path.count("/") > 1
+        if looks_local and not Path(path).expanduser().is_dir():
+            return f"there is no model folder {path}; correct the path"
+    return None

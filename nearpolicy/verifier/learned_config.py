@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from nearpolicy.settings import ConfigModel, RegularExpression, Seconds
 
+
 def changed_keys(config: ConfigModel, keys: tuple[str, ...]) -> list[str]:
     """Those with another value than the default: a recipe that was resolved sets every key."""
     fields = type(config).model_fields

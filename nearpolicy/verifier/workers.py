@@ -55,24 +55,7 @@ class WorkerProcess:
     @classmethod
     async def start(cls, setup: bytes) -> WorkerProcess:
         """A process that is ready for calls. `RewardFunctionError` if it refuses its setup, `WorkerDied` if it ends."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            # The connection first: nothing can come between the start of a process and the code that will end it.
-            reader, writer = await asyncio.open_unix_connection(sock=ours)
-            try:
-                worker = cls(_executed(theirs.fileno()), reader, writer)
-            except OSError as error:
-                writer.close()
-                raise WorkerDied(f"a worker process could not be started: {error}") from error
-        try:
-            async with asyncio.timeout(START_LIMIT_S):
-                answer = await worker.exchange(setup)
-        except TimeoutError:
-            await worker.end()
-            raise WorkerDied(f"a worker process was not ready within {START_LIMIT_S:g} s") from None
-        except BaseException:
-            await worker.end()
-            raise
+        worker, answer = await cls.launched("nearpolicy.verifier.worker_main", setup, START_LIMIT_S)
         if answer["status"] == "refused":
             await worker.end()
             raise RewardFunctionError(
@@ -80,6 +63,28 @@ class WorkerProcess:
                 f"Make it importable there, or set `verifier.in_process: true` to call it in this process"
             )
         return worker
+
+    @classmethod
+    async def launched(cls, module: str, setup: bytes, limit_s: float) -> tuple[WorkerProcess, Mapping[str, Any]]:
+        """A process that runs ``module``, and its answer to its setup; `WorkerDied` if there is none."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # The connection first: nothing can come between the start of a process and the code that will end it.
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+            try:
+                worker = cls(_executed(module, theirs.fileno()), reader, writer)
+            except OSError as error:
+                writer.close()
+                raise WorkerDied(f"a worker process could not be started: {error}") from error
+        try:
+            async with asyncio.timeout(limit_s):
+                return worker, await worker.exchange(setup)
+        except TimeoutError:
+            await worker.end()
+            raise WorkerDied(f"a worker process was not ready within {limit_s:g} s") from None
+        except BaseException:
+            await worker.end()
+            raise
 
     async def exchange(self, request: bytes) -> Mapping[str, Any]:
         """Send a message, await the answer; `WorkerDied` if the process ends first."""
@@ -115,11 +120,10 @@ class WorkerProcess:
         return f"was killed by signal {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
 
 
-def _executed(descriptor: int) -> subprocess.Popen:
+def _executed(module: str, descriptor: int) -> subprocess.Popen:
     # -P: its working folder must not shadow modules. -u: what a process printed before it was killed is still seen.
-    module = ["-P", "-u", "-m", "nearpolicy.verifier.worker_main"]
     return subprocess.Popen(
-        [sys.executable, *module, str(descriptor), str(os.getpid())],
+        [sys.executable, "-P", "-u", "-m", module, str(descriptor), str(os.getpid())],
         stdin=subprocess.DEVNULL,
         stdout=2,
         pass_fds=(descriptor,),
