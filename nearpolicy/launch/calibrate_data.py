@@ -136,7 +136,8 @@ def _llmbar(row: Mapping[str, Any], number: int) -> Pair:
 
 
 def _pandalm(row: Mapping[str, Any], number: int) -> Pair | None:
-    """The label of most annotators; None if all three differ."""
+    """The label of most annotators; None if all three differ. Answers that read like a truth value or a number became
+    one when the public file was made."""
     votes = [_gold(row[f"annotator{i}"], (0, 1, 2)) for i in (1, 2, 3)]
     majority = [label for label in (0, 1, 2) if votes.count(label) >= 2]
     if not majority:
@@ -145,7 +146,7 @@ def _pandalm(row: Mapping[str, Any], number: int) -> Pair | None:
     first, _, second = str(row.get("cmp_key", "")).partition("_")
     return Pair(
         prompt="\n\n".join(filter(None, asked)),
-        answers=(_text(row, "response1"), _text(row, "response2")),
+        answers=(str(row["response1"]), str(row["response2"])),
         gold=majority[0],
         makers=(first or None, second or None),
         columns={},

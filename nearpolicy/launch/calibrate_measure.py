@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -31,6 +33,8 @@ from nearpolicy.verifier.judge import all_of
 
 Score = Callable[[str, str, Mapping[str, object]], Awaitable[Verdict]]
 """(prompt, answer, columns) -> verdict"""
+T = TypeVar("T")
+R = TypeVar("R")
 ASKED_AT_ONCE = 64
 
 
@@ -75,21 +79,21 @@ class JudgedPair:
     """Value of the first answer when it is shown first, and when it is shown second."""
 
 
-async def gathered(tasks: Sequence[Awaitable[object]]) -> list[object]:
-    """All results, in order, with `ASKED_AT_ONCE` under way at a time; the first error ends the others."""
+async def each_of(things: Sequence[T], ask: Callable[[T], Awaitable[R]]) -> list[R]:
+    """What ``ask`` finds of each, in order, `ASKED_AT_ONCE` under way at a time; the first error ends the others."""
     places = asyncio.Semaphore(ASKED_AT_ONCE)
 
-    async def one(task: Awaitable[object]) -> object:
+    async def one(thing: T) -> R:
         async with places:
-            return await task
+            return await ask(thing)
 
-    return await all_of([one(task) for task in tasks])
+    return await all_of([one(thing) for thing in things])
 
 
 async def judged_pairs(judging: Judging, pairs: Sequence[Pair]) -> list[JudgedPair]:
     """Those that could be judged."""
     one = _compared if judging.against is not None else _scored_alone
-    return [each for each in await gathered([one(judging, pair) for pair in pairs]) if isinstance(each, JudgedPair)]
+    return [each for each in await each_of(pairs, partial(one, judging)) if each is not None]
 
 
 async def _compared(judging: Judging, pair: Pair) -> JudgedPair | None:
@@ -174,8 +178,8 @@ async def item_report(
 ) -> tuple[dict[str, Estimate | None], int]:
     """Agreement of score and label, both called good from the threshold, and how much the score lies above the label;
     and how many were judged."""
-    values = await gathered([judging.value(item.prompt, item.answer, item.columns) for item in items])
-    found = [(value, item) for value, item in zip(values, items, strict=True) if isinstance(value, float)]
+    values = await each_of(items, lambda item: judging.value(item.prompt, item.answer, item.columns))
+    found = [(value, item) for value, item in zip(values, items, strict=True) if value is not None]
     scores, gold = [value for value, _ in found], [item.gold for _, item in found]
     good, right = [float(v >= threshold) for v in scores], [float(g >= threshold) for g in gold]
     report = {
@@ -223,18 +227,18 @@ def wrong_answers(labelled: Labelled, limit: int, seed: int) -> list[_Wrong]:
 
 async def attacked(judging: Judging, wrong: Sequence[_Wrong], best: str) -> list[AttackResult]:
     """Every attack on every wrong answer."""
-    before = await gathered([_of_wrong(judging, each, each.answer) for each in wrong])
-    rights = await gathered([_of_right(judging, each) for each in wrong])
+    before = await each_of(wrong, partial(_of_wrong, judging))
+    rights = await each_of(wrong, partial(_of_right, judging))
     results = []
     for attack in ATTACKS:
-        changed = [attack.change(each.answer, each.prompt, best) for each in wrong]
-        after = await gathered([_of_wrong(judging, each, text) for each, text in zip(wrong, changed, strict=True)])
+        changed = [replace(each, answer=attack.change(each.answer, each.prompt, best)) for each in wrong]
+        after = await each_of(changed, partial(_of_wrong, judging))
         results.append(_result(judging, attack, before, after, rights))
     return results
 
 
-async def _of_wrong(judging: Judging, wrong: _Wrong, text: str) -> float | None:
-    return await judging.against_other(wrong.prompt, text, wrong.right or "", wrong.columns)
+async def _of_wrong(judging: Judging, wrong: _Wrong) -> float | None:
+    return await judging.against_other(wrong.prompt, wrong.answer, wrong.right or "", wrong.columns)
 
 
 async def _of_right(judging: Judging, wrong: _Wrong) -> float | None:
@@ -247,19 +251,15 @@ async def _of_right(judging: Judging, wrong: _Wrong) -> float | None:
 def _result(
     judging: Judging,
     attack: Attack,
-    before: Sequence[object],
-    after: Sequence[object],
-    rights: Sequence[object],
+    before: Sequence[float | None],
+    after: Sequence[float | None],
+    rights: Sequence[float | None],
 ) -> AttackResult:
-    both = [
-        (b, a, right)
-        for b, a, right in zip(before, after, rights, strict=True)
-        if isinstance(b, float) and isinstance(a, float)
-    ]
+    both = [(b, a, right) for b, a, right in zip(before, after, rights, strict=True) if b is not None and a is not None]
     return AttackResult(
         attack=attack,
         shift=judging.estimate(mean, [a - b for b, a, _ in both]),
-        overtakes=sum(isinstance(right, float) and b < right <= a for b, a, right in both),
+        overtakes=sum(right is not None and b < right <= a for b, a, right in both),
         count=len(both),
     )
 
