@@ -241,6 +241,8 @@ class Endpoint:
             raise _Retry(f"gave no answer within {timeout_s:g} s") from None
         except httpx2.HTTPError as error:
             raise _Retry(f"broke the connection: {described(error, 120)}") from None
+        except httpx2.InvalidURL as error:
+            raise EndpointFault(f"{url} is no address: {error}") from None
 
     def _cost(self, answer: Mapping[str, Any], most: float) -> float:
         usage = answer.get("usage")
@@ -269,9 +271,12 @@ async def _read(parts: AsyncIterator[bytes]) -> bytes:
 def missing_key(config: EndpointConfig) -> str | None:
     """What to say of a key that the environment does not hold; None if it does, or none is needed."""
     name = config.api_key_env
-    if name is None or os.environ.get(name, "").strip():
+    if name is None:
         return None
-    found = "is empty" if name in os.environ else "is not set"
+    key = os.environ.get(name, "").strip()
+    if key.isascii() and key.isprintable() and key:
+        return None
+    found = "is not set" if name not in os.environ else "is empty" if not key else "holds what cannot be sent as a key"
     where = f"the environment variable {name}, which api_key_env names,"
     return f"endpoint {config.base_url}: {where} {found}; set it to the key"
 

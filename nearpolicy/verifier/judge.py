@@ -27,7 +27,8 @@ from nearpolicy.verifier.rewards import RowError, Sample
 T = TypeVar("T")
 READINGS = 2
 """Answers asked for until one can be read."""
-LONGEST_REASON = 300
+PROBE_TOKENS = 16
+"""Enough for an answer to the question at the start; nobody reads it."""
 
 
 class NoAnswer(Exception):
@@ -55,7 +56,9 @@ class RemotePanel:
             instructions="Say yes.", material=(), choices=(Choice(name="ok", labels=("true", "false"), kind="boolean"),)
         )
         for model in self._config.models:
-            await self._endpoint.probe(self._body(model, question))
+            body = self._body(model, question)
+            bound = {"max_tokens": min(PROBE_TOKENS, body["max_tokens"])} if "max_tokens" in body else {}
+            await self._endpoint.probe(body | bound)
 
     async def ask(self, question: Question) -> list[Answer]:
         within_limit(question, self._config)

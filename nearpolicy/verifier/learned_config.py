@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -52,6 +53,10 @@ class EndpointConfig(ConfigModel):
     def _is_an_address(cls, url: str) -> str:
         if not re.fullmatch(r"https?://[^\s/@?#]+(/[^\s?#]*)?", url):
             raise ValueError(f"base_url is {url!r}; write it as http://host:port/v1, with no key and no query in it")
+        try:
+            urlsplit(url).port  # noqa: B018  (it looks at the number when asked for it)
+        except ValueError as error:
+            raise ValueError(f"base_url is {url!r}: {error}") from None
         return url.rstrip("/")
 
     @model_validator(mode="after")

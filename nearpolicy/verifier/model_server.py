@@ -47,6 +47,8 @@ class ModelServer:
         self._timeout_s = timeout_s
         self._name = name
         self._waiting: asyncio.Queue[_Waiting] = asyncio.Queue()
+        self._open: set[_Waiting] = set()
+        """Every request that has no answer yet, wherever it is."""
         self._process: WorkerProcess | None = None
         self._loop: asyncio.Task[None] | None = None
         self.specials: tuple[str, ...] = ()
@@ -66,8 +68,8 @@ class ModelServer:
             self._loop.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._loop
-        while not self._waiting.empty():
-            self._fail(self._waiting.get_nowait(), "was closed before it answered")
+        for each in self._open:
+            self._fail(each, "was closed before it answered")
         if self._process is not None:
             await self._process.end()
 
@@ -76,18 +78,18 @@ class ModelServer:
         if self._loop is None or self._loop.done():
             raise ModelFault(f"{self._name} is not running")
         waiting = _Waiting(request, asyncio.get_running_loop().create_future())
-        self._waiting.put_nowait(waiting)
-        return await waiting.answer
+        self._open.add(waiting)
+        try:
+            self._waiting.put_nowait(waiting)
+            return await waiting.answer
+        finally:
+            self._open.discard(waiting)
 
     async def _serve(self) -> None:
         while True:
             batch = await self._batch()
             try:
                 await self._answer(batch)
-            except asyncio.CancelledError:
-                for each in batch:
-                    self._fail(each, "was closed before it answered")
-                raise
             except Exception as error:  # a broken process must not leave anybody waiting
                 for each in batch:
                     self._fail(each, f"gave no answer: {error}")

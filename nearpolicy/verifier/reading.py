@@ -7,11 +7,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from nearpolicy.bounded import bounded
-from nearpolicy.verifier import code, rewards
-from nearpolicy.verifier.config import CodeReward, MathVerifyReward, NumberReward, ReasoningGymReward, RewardConfig
+from nearpolicy.verifier import code, rewards, rubric
+from nearpolicy.verifier.config import (
+    CodeReward,
+    MathVerifyReward,
+    NumberReward,
+    ReasoningGymReward,
+    RewardConfig,
+    RubricReward,
+)
+from nearpolicy.verifier.learned_config import NumberItem
 from nearpolicy.verifier.rewards import RowError
 
 Rows = Sequence[Mapping[str, Any]]
@@ -35,6 +44,11 @@ def unfit(reward: RewardConfig, rows: Rows, *, every_row: bool = False) -> Unfit
             return _unfit_each(reward.metadata_column, lambda row: rewards.gym_data_set(reward, row), rows)
         case CodeReward():
             return _unfit_each(reward.tests_column, lambda row: code.row_task(reward, row), rows)
+        case RubricReward():
+            numbers = [item for item in reward.items if isinstance(item, NumberItem)]
+            return itertools.chain.from_iterable(
+                _unfit_each(item.answer_column, partial(rubric.right_number, item), rows) for item in numbers
+            )
         case MathVerifyReward():
             return _unfit_expressions(reward, rows, None if every_row else MOST_EXPRESSIONS)
     return ()

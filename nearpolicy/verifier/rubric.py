@@ -187,11 +187,17 @@ def _stands_in(quote: str, source: str, min_words: int) -> bool:
 # The rest
 
 
-def _number(item: NumberItem, sample: Sample) -> bool:
-    answer = column_text(sample.columns, item.answer_column)
+def right_number(item: NumberItem, columns: Mapping[str, Any]) -> Decimal:
+    """The number a completion must match; `RowError` if the row has none."""
+    answer = column_text(columns, item.answer_column)
     if not is_number(answer):
         raise RowError(f"the column {item.answer_column!r} holds {answer[:80]!r}, which is not a number")
     [(_, right)] = find_numbers(answer)
+    return right
+
+
+def _number(item: NumberItem, sample: Sample) -> bool:
+    right = right_number(item, sample.columns)
     allowed = max(Decimal(item.tolerance), abs(right) * Decimal(item.relative))
     found = [value for _, value in find_numbers(sample.text)]
     return any(abs(value - right) <= allowed for value in (found if item.which == "any" else found[-1:]))

@@ -467,3 +467,12 @@ def test_only_exact_fields_are_read():
     for text in ['{"a": 1}', '{"a": "true"}', '{"A": true}']:
         with pytest.raises(UnreadableAnswer):
             asking.read(question, text)
+
+
+def test_a_key_or_an_address_that_cannot_be_is_refused(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "k\u00e9y")
+    assert "holds what cannot be sent as a key" in refusal(lambda r, _: verdict(r, 7))
+    monkeypatch.setenv(VARIABLE, " ")
+    assert "is empty" in refusal(lambda r, _: verdict(r, 7))
+    with pytest.raises(ValidationError, match="base_url is 'http://h:99999/v1'"):
+        judge_of("http://h:99999/v1")

@@ -189,3 +189,11 @@ def test_a_rubric_that_contradicts_itself_is_refused():
 def test_a_rubric_names_the_columns_it_reads():
     items = ({"kind": "cites"}, {"kind": "quotes"}, {"kind": "number"}, {"kind": "contains", "column": "c"})
     assert RubricReward(items=items).columns == ("sources", "source", "answer", "c")
+
+
+def test_rows_whose_number_is_none_are_refused_before_the_run():
+    from nearpolicy.verifier.reading import unfit
+
+    reward = RubricReward(items=({"kind": "number"}, {"kind": "max_words", "words": 5}))
+    found = list(unfit(reward, [{"answer": "42"}, {"answer": "forty"}]))
+    assert found == [(1, "answer", "holds 'forty', which is not a number")]
