@@ -11,6 +11,7 @@ from nearpolicy.launch import cli
 RECIPE = """\
 run: {steps: 1}
 model: {path: random:llama}
+sampling: {max_prompt_length: 40, max_completion_length: 20}
 tasks:
   - name: a
     source: {kind: jsonl, path: ROWS}
