@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import time
+from pathlib import Path
 
 import pytest
 from fake_endpoint import (
@@ -22,13 +24,15 @@ from fake_endpoint import (
     serving,
     verdict,
 )
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
+from nearpolicy.config import parse_mapping
 from nearpolicy.errors import ConfigError, NearpolicyError
 from nearpolicy.records import Outcome, Prompt, Rollout
 from nearpolicy.verifier import asking
 from nearpolicy.verifier.asking import Choice, Material, Question, UnreadableAnswer
-from nearpolicy.verifier.config import JudgeReward, VerifierConfig
+from nearpolicy.verifier.attacks import ATTACKS, CONTAINED
+from nearpolicy.verifier.config import JudgeReward, RewardConfig, VerifierConfig
 from nearpolicy.verifier.service import VerifierService
 
 VARIABLE = "NEARPOLICY_TEST_JUDGE_KEY"
@@ -476,3 +480,17 @@ def test_a_key_or_an_address_that_cannot_be_is_refused(monkeypatch):
     assert "is empty" in refusal(lambda r, _: verdict(r, 7))
     with pytest.raises(ValidationError, match="base_url is 'http://h:99999/v1'"):
         judge_of("http://h:99999/v1")
+
+
+def test_the_rewards_on_the_page_are_rewards():
+    page = (Path(__file__).parents[2] / "docs" / "verify-judge.md").read_text(encoding="utf-8")
+    examples = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    rewards = [reward for text in examples for reward in parse_mapping(text, "the page")["rewards"]]
+    kinds = [TypeAdapter(RewardConfig).validate_json(json.dumps(reward), strict=True).kind for reward in rewards]
+    assert kinds == ["judge", "rubric", "reward_model", "reward_model"]
+
+
+def test_the_page_names_every_attack():
+    page = (Path(__file__).parents[2] / "docs" / "verify-judge.md").read_text(encoding="utf-8")
+    assert f"has {len(ATTACKS)} attacks" in page
+    assert all(f"`{attack.name}`" in page for attack in ATTACKS if attack.kind in CONTAINED)
