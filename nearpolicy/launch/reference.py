@@ -81,7 +81,8 @@ def _type(annotation: Any) -> str:
         return " or ".join(f"`{word}`" for word in arguments)
     if origin in (list, tuple):
         inner = list(dict.fromkeys(map(_type, arguments)))
-        return f"{len(arguments)} of: {inner[0]}" if origin is tuple else f"list of: {inner[0]}"
+        fixed = origin is tuple and Ellipsis not in arguments
+        return f"{len(arguments)} of: {inner[0]}" if fixed else f"list of: {inner[0]}"
     if origin is dict:
         return "mapping"
     if hasattr(annotation, "__metadata__"):
@@ -116,7 +117,7 @@ def _default(field: FieldInfo) -> str:
     if field.default_factory_takes_validated_data:
         return "see meaning"
     value = field.get_default(call_default_factory=True)
-    return "" if value is None else f"`{json.dumps(value)}`"
+    return "" if value is None or isinstance(value, BaseModel) else f"`{json.dumps(value)}`"
 
 
 _METRICS_OPENING = """# Metrics

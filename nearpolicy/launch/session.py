@@ -388,7 +388,8 @@ class Session:
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         times = self.telemetry.busy_times()
         busy = {"generator": times["time/generate_s"], "learner": metrics["time/learn_s"]}
-        metrics = {**metrics, **times, "memory/peak_mb": peak_memory_mb()}
+        metrics = {**metrics, **times, **self.telemetry.judging_times(), "memory/peak_mb": peak_memory_mb()}
+        busy["verifier"] = times["time/verify_s"] / self.config.verifier.workers
         metrics |= {f"utilisation/{role}": seconds / metrics["time/step_s"] for role, seconds in busy.items()}
         self.telemetry.log_step(step, metrics)
         if self.on_step is not None:

@@ -145,7 +145,7 @@ class VerifierService:
         ))  # fmt: skip
         if isinstance(source.scorer, CodeReward):
             self._failures.count(source.key, verdict)
-        return replace(verdict, seconds=time.perf_counter() - asked), began - asked
+        return verdict, began - asked
 
     async def _bounded(self, source: _Source, sample: Sample, started: Callable[[], None]) -> Verdict:
         """Within the deadline, waiting included."""
@@ -161,7 +161,9 @@ class VerifierService:
             assert self._grader is not None
             return await self._grader.score(source.scorer, sample)
         if not source.in_worker:
-            return await _judged_here(source.scorer, sample)
+            begin = time.perf_counter()
+            verdict = await _judged_here(source.scorer, sample)
+            return replace(verdict, seconds=time.perf_counter() - begin)
         assert self._pool is not None
         return await self._pool.score(source.key, sample, _controls(source.scorer, sample), started)
 

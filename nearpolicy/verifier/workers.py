@@ -35,6 +35,8 @@ from nearpolicy.verifier.rewards import Sample
 
 HOPELESS_CALLS = 8
 """Calls of a scorer, per worker, that end without an answer before there has ever been one: then none will come."""
+BACK_OFF_S = 0.05
+"""Before a call is tried again the first time, then twice as long each time: what killed a worker may pass."""
 START_LIMIT_S = 120.0
 """Until a new process is ready; a user function may import a large library first."""
 _PACKAGE_ROOT = str(Path(nearpolicy.verifier.__file__).resolve().parents[2])
@@ -261,6 +263,7 @@ class WorkerPool:
             except WorkerDied as error:
                 if attempts > self._retries and not self._closed:
                     return {"status": "died", "message": f"{error} ({attempts} attempts)"}
+                await asyncio.sleep(BACK_OFF_S * 2 ** (attempts - 1))
 
 
 def _never_answers(key: str, calls: int, answer: Mapping[str, Any]) -> str:
