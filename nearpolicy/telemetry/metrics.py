@@ -85,7 +85,7 @@ METRICS: Mapping[str, str] = {
     "time/wait_s": "time in which the learner waited for a batch",
     "time/step_s": "wall time of the step: waiting, learning, publishing",
     "throughput/tokens_per_s": "consumed tokens per second of wall time",
-    "utilisation/<role>": "share of the step's wall time in which the role (generator, learner, verifier workers) computed",
+    "utilisation/<role>": "share of the step's wall time in which the role computed: generator, learner, verifier",
     "memory/peak_mb": "peak memory of the main process so far, in MiB",
     "verifier/judged": "rollouts judged since the step before",
     "verifier/latency_p<q>_s": "quantile of the seconds from a rollout's end to its verdicts: 50, 95, 99 %",
