@@ -21,9 +21,9 @@ PATHS = ("namespaces", "landlock", "bubblewrap")
 PACKAGE = Path(kernel.__file__).parents[3]
 
 
-def files_for(isolation: str, folder: Path = CASES) -> list[Path]:
-    """A few attacks are on what the second rung does not hide."""
-    files = sorted(folder.glob("*/*.py"))
+def files_for(isolation: str, folder: Path = CASES, *, quick: bool = False) -> list[Path]:
+    """A few attacks are on what one of the paths does not hide. ``quick``: of the slowest path fewer."""
+    files = sorted(folder.glob("handed/*.py" if quick and isolation == "bubblewrap" else "*/*.py"))
     return [file for file in files if isolation in header(file).get("only on", isolation)]
 
 
@@ -51,7 +51,7 @@ def test_every_case_gets_its_verdict_and_leaves_nothing(isolation):
     require(isolation)
     before = children()
     mounts = Path("/proc/self/mountinfo").read_text()
-    files = files_for(isolation)
+    files = files_for(isolation, quick=True)
     assert faults(asyncio.run(judged(isolation, 8, 1, files)), files) == []
     deadline = time.monotonic() + 5
     while children() - before and time.monotonic() < deadline:  # killed processes are taken back in their own time
@@ -71,7 +71,7 @@ def test_every_case_gets_its_verdict_for_an_ordinary_user_too(isolation, tmp_pat
     shutil.copytree(CASES.parent, where / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     try:
         subprocess.run(["chmod", "-R", "a+rX", where], check=True)
-        files = files_for(isolation, where / "tests" / "cases")
+        files = files_for(isolation, where / "tests" / "cases", quick=True)
         done = subprocess.run(
             [python, where / "tests" / "hostile.py", isolation, "4", "1", *files],
             user=65534, group=65534, extra_groups=[], env={"PYTHONPATH": str(where), "PATH": os.environ["PATH"]},

@@ -8,6 +8,7 @@
 # plant: -
 # check: output holds no SBX-LEAK
 # limits: -
+# only on: namespaces, landlock
 made = 0
 for number in range(100_000):
     try:

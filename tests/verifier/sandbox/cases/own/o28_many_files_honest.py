@@ -8,6 +8,7 @@
 # plant: -
 # check: output holds no SBX-LEAK
 # limits: -
+# only on: namespaces, landlock
 import os
 os.getcwd()
 print(int(input()) ** 2)
