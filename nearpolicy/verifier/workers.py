@@ -28,6 +28,7 @@ from typing import Any
 
 import nearpolicy.verifier
 from nearpolicy.errors import NearpolicyError, VerifierError, described
+from nearpolicy.machine import descendants
 from nearpolicy.records import Outcome, Verdict
 from nearpolicy.verifier.functions import RewardFunctionError
 from nearpolicy.verifier.messages import LENGTH, Setup, frame, verdict_of
@@ -104,8 +105,13 @@ class WorkerProcess:
         """At once, with all that it started; only while not reaped, so that its group id cannot mean another's."""
         self._writer.transport.abort()
         if self._process.returncode is None:
+            # It takes in what its children leave behind (`machine.adopt_orphans`): those in sessions of their own too.
+            started = descendants(self._process.pid)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+            for pid in started:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     async def end(self) -> None:
         """Kill it and wait until the system has taken it back."""
