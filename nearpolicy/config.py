@@ -422,6 +422,11 @@ def parse_mapping(text: str, where: str) -> dict[str, Any]:
     return data
 
 
+def parse_value(text: str, where: str) -> Any:
+    """What stands behind the ``=`` of an override; ``where`` stands in messages."""
+    return _plain(_parse_yaml(text, where))
+
+
 def dump_resolved(config: RunConfig) -> str:
     """Every key with its value, as YAML that `load_recipe` reads back into an equal config."""
     import io
@@ -541,7 +546,7 @@ def _apply_override(data: dict[str, Any], override: str, origins: _Origins) -> N
     if not equals or not name.strip():
         raise ConfigError(f"override {override}: write it as section.key=value")
     path: list[Any] = name.strip().split(".")
-    value = _plain(_parse_yaml(text, f"override {override}"))
+    value = parse_value(text, f"override {override}")
     node: Any = data
     for depth, part in enumerate(path):
         last = depth == len(path) - 1

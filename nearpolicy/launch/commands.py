@@ -21,9 +21,12 @@ class _Slot(typer.core.TyperCommand):
 
 
 def _real_command(name: str) -> Any:
-    module, help_line = COMMANDS[name]
+    path, help_line = COMMANDS[name]
+    module = importlib.import_module(path)
+    if hasattr(module, "app"):
+        return typer.main.get_command(module.app)
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command(name=name, help=help_line)(importlib.import_module(module).command)
+    app.command(name=name, help=help_line)(module.command)
     return typer.main.get_command(app)
 
 
