@@ -295,12 +295,17 @@ def _rewards_beside_0_and_1(config: RunConfig) -> Iterator[str]:
     """What pass@k cannot be computed of, as far as a recipe says what rewards will be."""
     for index, task in enumerate(config.tasks):
         counted = [reward for reward in task.rewards if reward.weight]
-        fits = [reward for reward in counted if reward.weight == 1 and getattr(reward, "partial", 1) in (0, 1)]
+        fits = [reward for reward in counted if reward.weight == 1 and not _gives_parts(reward)]
         if len(counted) != 1 or not fits:
             yield (
                 f"tasks.{index}.rewards: objective.advantage=grpo_passk needs rewards of 0 or 1; give one reward the "
-                "weight 1 (and partial 0 or 1) and any others the weight 0"
+                "weight 1 (and partial 0 or 1, credit all) and any others the weight 0"
             )
+
+
+def _gives_parts(reward: Any) -> bool:
+    """Whether a setting of a reward asks for values between 0 and 1."""
+    return getattr(reward, "partial", 1) not in (0, 1) or getattr(reward, "credit", "all") != "all"
 
 
 def _critic_contradictions(config: RunConfig) -> Iterator[str]:

@@ -124,10 +124,11 @@ def test_importing_the_package_loads_nothing_heavy():
     assert loaded_by("import nearpolicy", *HEAVY) == []
 
 
-def test_help_loads_nothing_heavy():
+@pytest.mark.parametrize("command", [[], ["verify"], ["verify", "math"], ["verify", "ifeval"]], ids=" ".join)
+def test_help_loads_nothing_heavy(command):
     code = (
         "from nearpolicy.launch import cli\n"
-        "try: cli.run(['--help'])\n"
+        f"try: cli.run([*{command}, '--help'])\n"
         "except SystemExit as end: assert end.code == 0, end.code"
     )
     assert loaded_by(code, *HEAVY) == []

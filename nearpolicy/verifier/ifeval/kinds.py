@@ -149,10 +149,17 @@ def _keyword_frequency(text: str, keyword: str, frequency: int, relation: str) -
 
 @_kind("keywords:forbidden_words", forbidden_words=_words)
 def _no_forbidden_words(text: str, forbidden_words: Sequence[str]) -> str | None:
-    """As whole words, in capitals or not."""
+    """As whole words, in capitals or not; signs wherever they stand."""
     lower = text.lower()
-    found = [word for word in forbidden_words if re.search(rf"(?<!\w){re.escape(word.lower())}(?!\w)", lower)]
+    found = [word for word in forbidden_words if re.search(_whole(word.lower()), lower)]
     return f"with {_quoted(found)}" if found else None
+
+
+def _whole(word: str) -> str:
+    """A pattern for a word that is no part of a longer one."""
+    before = r"(?<!\w)" if re.match(r"\w", word[0]) else ""
+    after = r"(?!\w)" if re.match(r"\w", word[-1]) else ""
+    return before + re.escape(word) + after
 
 
 @_kind("keywords:letter_frequency", letter=_letter, let_frequency=_number, let_relation=_relation)

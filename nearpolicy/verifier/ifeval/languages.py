@@ -27,7 +27,10 @@ LEAST_SURE = 0.05
 
 def language_of(text: str) -> str | None:
     """The code of the likeliest language; None where there is too little to tell by. Short texts are often mistaken."""
-    code, _ = _identifier().classify(text[:LONGEST])
+    text = text[:LONGEST]
+    if not any(map(str.isalpha, text)):
+        return None
+    code, _ = _identifier().classify(text)
     return code if code in KNOWN else None
 
 
