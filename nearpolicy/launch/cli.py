@@ -28,7 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "compare": ("nearpolicy.launch.compare", "Compare objectives on a run's recorded rollouts."),
     "report": ("nearpolicy.launch.report", "Write a run's report: one HTML file."),
 }
-"""Name -> (module with a function `command`, or with `app`, a group of commands; help line)."""
+"""Name -> (module with a function `command`, or with a table `COMMANDS` of its own; help line)."""
 
 
 def run(arguments: Sequence[str]) -> NoReturn:

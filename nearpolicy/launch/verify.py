@@ -1,9 +1,8 @@
 """``nearpolicy verify KIND``: one text through one reward, in the same worker process and under the same limits as in
-training, to see what it scores and why.
+training, to see what it scores and why. Each kind is a module; here is what they share.
 
 The last line is one JSON object: ``outcome`` (scored, abstained, failed), ``reward`` (null unless scored), ``reason``,
 ``parts``, ``seconds``. Every verdict ends with status 0, a failed one too: it is what training would have been told.
-A kind is a command of `app`; help is shown before anything of the verifier is imported.
 """
 
 from __future__ import annotations
@@ -17,19 +16,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nearpolicy.errors import ConfigError, DataError, UserError, VerifierError
+from nearpolicy.errors import ConfigError, UserError, VerifierError
 from nearpolicy.visible import visible
 
 if TYPE_CHECKING:
     from nearpolicy.records import Verdict
     from nearpolicy.verifier.config import RewardConfig
 
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="Judge one text as a reward does in training, and say why. The last line is one JSON object.",
-)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "math": ("nearpolicy.launch.verify_math", "Compare an answer with the right one (reward math_verify)."),
+    "ifeval": ("nearpolicy.launch.verify_ifeval", "Check which instructions a response follows (reward ifeval)."),
+}
+"""As `cli.COMMANDS`."""
 
 STANDARD_INPUT = "-"
 
@@ -38,45 +36,6 @@ Settings = Annotated[
     typer.Argument(help="Settings of the reward as in a recipe: key=value, any number.", show_default=False),
 ]
 TimeLimit = Annotated[float, typer.Option("--timeout-s", help="As verifier.timeout_s in a recipe.")]
-
-
-@app.command("math", help="Compare an answer with the right one (reward math_verify).")
-def math(
-    gold: Annotated[str, typer.Option(help="The right answer, as a row has it.", show_default=False)],
-    settings: Settings = None,
-    answer: Annotated[str | None, typer.Option(help="The completion.", show_default=False)] = None,
-    answer_file: Annotated[
-        str | None, typer.Option(help="A file with the completion; - for standard input.", show_default=False)
-    ] = None,
-    timeout_s: TimeLimit = 10.0,
-) -> None:
-    text = _text("answer", answer, answer_file)
-    reward = reward_from("math_verify", settings or ())
-    show(judged(reward, text, {reward.answer_column: gold}, timeout_s=timeout_s))
-
-
-@app.command("ifeval", help="Check which instructions a response follows (reward ifeval).")
-def ifeval(
-    instructions: Annotated[
-        str,
-        typer.Option(
-            help="A row with instruction_id_list and kwargs, a mapping of instructions to kwargs, or a list of "
-            "instructions without: JSON, or a file with it (JSON lines with --row).",
-            show_default=False,
-        ),
-    ],
-    settings: Settings = None,
-    response: Annotated[str | None, typer.Option(help="The completion.", show_default=False)] = None,
-    response_file: Annotated[
-        str | None, typer.Option(help="A file with the completion; - for standard input.", show_default=False)
-    ] = None,
-    row: Annotated[int | None, typer.Option(help="Which row of a file of JSON lines, from 1.", min=1)] = None,
-    timeout_s: TimeLimit = 10.0,
-) -> None:
-    text = _text("response", response, response_file)
-    reward = reward_from("ifeval", settings or ())
-    columns = _instructions(instructions, row, (reward.instructions_column, reward.kwargs_column))
-    show(judged(reward, text, columns, timeout_s=timeout_s))
 
 
 def reward_from(kind: str, settings: Sequence[str]) -> RewardConfig:
@@ -153,46 +112,17 @@ def show(verdict: Verdict) -> None:
 # What is given as text, as a file, or through a pipe
 
 
-def _text(name: str, text: str | None, file: str | None) -> str:
+def text_of(name: str, text: str | None, file: str | None) -> str:
     if (text is None) == (file is None):
         found = "neither" if text is None else "both"
         raise UserError(f"give --{name} TEXT or --{name}-file FILE ({STANDARD_INPUT} for standard input), not {found}")
-    return text if text is not None else _contents(str(file), f"--{name}-file")
+    return text if text is not None else contents_of(str(file), f"--{name}-file")
 
 
-def _contents(file: str, option: str) -> str:
+def contents_of(file: str, option: str) -> str:
     """All of a file; bytes that are no UTF-8 come out as U+FFFD, as a decoder of tokens has it."""
     try:
         data = sys.stdin.buffer.read() if file == STANDARD_INPUT else Path(file).read_bytes()
     except (OSError, ValueError) as error:
         raise UserError(f"{option} {file}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     return data.decode(errors="replace")
-
-
-def _instructions(given: str, row: int | None, names: tuple[str, str]) -> dict[str, Any]:
-    """The two columns that the reward reads, under their ``names``."""
-    inline = given.lstrip().startswith(("{", "["))
-    where = "--instructions" if inline else f"--instructions {given}"
-    data = _parsed(given if inline else _contents(given, "--instructions"), row, where)
-    if isinstance(data, Mapping) and names[0] in data:
-        return {name: data.get(name) for name in names}
-    if isinstance(data, Mapping):
-        return dict(zip(names, (list(data), list(data.values())), strict=True))
-    if isinstance(data, list):
-        return dict(zip(names, (data, [{} for _ in data]), strict=True))
-    raise DataError(
-        f"{where}: should be a row with {' and '.join(names)}, a mapping of instructions to kwargs, or a list"
-    )
-
-
-def _parsed(text: str, row: int | None, where: str) -> Any:
-    """JSON, or one row of JSON lines."""
-    lines = [line for line in text.split("\n") if line.strip()]
-    if row is not None and row > len(lines):
-        raise DataError(f"{where}: has {len(lines)} rows, so there is no --row {row}")
-    try:
-        return json.loads(text if row is None else lines[row - 1])
-    except (ValueError, RecursionError) as error:
-        if row is None and len(lines) > 1 and lines[0].rstrip().endswith("}"):
-            raise DataError(f"{where}: has {len(lines)} rows; choose one with --row N, from 1") from None
-        raise DataError(f"{where}{'' if row is None else f' row {row}'}: is no JSON ({error})") from None
