@@ -22,6 +22,8 @@ METRICS: Mapping[str, str] = {
     "reward/mean": "mean reward of the scored rollouts in the batch",
     "reward/<source>/mean": "mean value of one reward source over the rollouts it scored, before its weight",
     "reward/<source>/<part>": "mean of one named part of a reward source",
+    "reward/<source>/gated": "share of the rollouts scored by a source with `requires` in which a requirement was not "
+    "met, so that its value added nothing to the reward",
     "reward/baseline_mean": "mean reward of the greedy completions that samples are compared with; they count in no "
     "other metric of rewards, lengths and tokens",
     "reward/zero_variance_share": "share of groups whose scored rollouts all have one reward (with `remax`: that of "
@@ -114,7 +116,7 @@ FAMILIES: Mapping[str, str] = {
     "evaluation": (
         "In a line of their own, whose `step` is the version of the weights that answered. Accuracy is greedy unless "
         "`evaluation.temperature` says otherwise; right is what a task's first reward gives 1 or more, or calls "
-        "`correct`."
+        "`correct`, where all that this reward `requires` is met."
     ),
     "staleness": "Of a group: steps completed when it is consumed, minus the oldest version among its tokens.",
     "time": "In seconds. Roles work at the same time, so these do not add up to the wall time.",

@@ -11,7 +11,14 @@ from typing import Any
 
 from nearpolicy.bounded import bounded
 from nearpolicy.verifier import code, rewards
-from nearpolicy.verifier.config import CodeReward, MathVerifyReward, NumberReward, ReasoningGymReward, RewardConfig
+from nearpolicy.verifier.config import (
+    CodeReward,
+    IfevalReward,
+    MathVerifyReward,
+    NumberReward,
+    ReasoningGymReward,
+    RewardConfig,
+)
 from nearpolicy.verifier.rewards import RowError
 
 Rows = Sequence[Mapping[str, Any]]
@@ -35,6 +42,8 @@ def unfit(reward: RewardConfig, rows: Rows, *, every_row: bool = False) -> Unfit
             return _unfit_each(reward.metadata_column, lambda row: rewards.gym_data_set(reward, row), rows)
         case CodeReward():
             return _unfit_each(reward.tests_column, lambda row: code.row_task(reward, row), rows)
+        case IfevalReward():
+            return _unfit_each(reward.instructions_column, lambda row: rewards.constraints_of(reward, row), rows)
         case MathVerifyReward():
             return _unfit_expressions(reward, rows, None if every_row else MOST_EXPRESSIONS)
     return ()

@@ -26,7 +26,8 @@ from nearpolicy.records import Outcome, Prompt, Rollout, Verdict
 from nearpolicy.verifier import functions, rewards
 from nearpolicy.verifier.cache import VerdictCache, is_deterministic
 from nearpolicy.verifier.code import CodeGrader
-from nearpolicy.verifier.config import CodeReward, FunctionReward, RewardConfig, VerifierConfig, check_names
+from nearpolicy.verifier.combining import with_gates_shown
+from nearpolicy.verifier.config import CodeReward, FunctionReward, RewardConfig, VerifierConfig, check_together
 from nearpolicy.verifier.functions import RewardFunctionError, UserFunction
 from nearpolicy.verifier.rewards import BuiltIn, Sample, runs_inline
 from nearpolicy.verifier.sandbox.ladder import Opened, opened
@@ -57,7 +58,8 @@ class VerifierService:
     ) -> None:
         """``at_hand``: user functions that need no loading, by the path under which a reward names them.
 
-        Raises `ConfigError` for sources that share a name and `RewardFunctionError` for a function that fits no shape.
+        Raises `ConfigError` for sources that contradict each other and `RewardFunctionError` for a function that fits
+        no shape.
         """
         self._config = config
         self._on_event = on_event
@@ -66,10 +68,11 @@ class VerifierService:
         self._grader: CodeGrader | None = None
         self._cache = VerdictCache(config.cache)
         self._failures = FailureRate()
+        self._tasks = tasks
         self._sources: dict[str, list[_Source]] = {}
         for task, task_rewards in tasks.items():
             try:
-                check_names(task_rewards)
+                check_together(task_rewards)
             except ValueError as error:
                 raise ConfigError(f"task {task!r}: {error}") from None
             self._sources[task] = [_source(task, reward, config, at_hand or {}) for reward in task_rewards]
@@ -109,7 +112,10 @@ class VerifierService:
             await self._sandbox.close()
 
     async def score(self, prompt: Prompt, rollout: Rollout, *, admission: int | None = None) -> Mapping[str, Verdict]:
-        """One verdict per reward source of the prompt's task. `VerifierError` if ever more of them fail."""
+        """One verdict per reward source of the prompt's task, behind a gate with the part `combining.GATED`.
+
+        Raises `VerifierError` if programs can be run ever more seldom.
+        """
         sources = self._sources.get(prompt.task)
         if sources is None:
             known = ", ".join(map(repr, self._sources))
@@ -130,7 +136,7 @@ class VerifierService:
             queue_s=max((queue_s for _, queue_s in judged), default=0.0),
             **{o.value: sum(verdict.outcome is o for verdict in verdicts.values()) for o in Outcome},
         )
-        return verdicts
+        return with_gates_shown(verdicts, self._tasks[prompt.task])
 
     async def _judged(self, source: _Source, sample: Sample) -> tuple[Verdict, float]:
         """The verdict of one source, and the seconds it waited for a worker."""
@@ -256,15 +262,3 @@ def _controls(scorer: UserFunction | BuiltIn, sample: Sample) -> tuple[Sample, .
         return tuple(replace(sample, text=text) for text in rewards.controls(scorer, sample.columns))
     except rewards.RowError:
         return ()
-
-
-def weighted_reward(verdicts: Mapping[str, Verdict], weights: Mapping[str, float]) -> float | None:
-    """The reward of one rollout: the weighted sum of what was scored; None if nothing was, or if any source failed.
-
-    Weights 1.0 and 0.5: [1.0, abstained] gives 1.0, [abstained, 0.4] gives 0.2, [abstained, abstained] gives None. With
-    a failed source the sum is unknown, not smaller: a failure never yields a number.
-    """
-    if any(verdict.outcome is Outcome.FAILED for verdict in verdicts.values()):
-        return None
-    scored = [weights[name] * v.value for name, v in verdicts.items() if v.outcome is Outcome.SCORED]
-    return sum(scored) if scored else None

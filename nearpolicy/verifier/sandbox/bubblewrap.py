@@ -116,7 +116,8 @@ class Bubblewrap:
         return [str(available()), *self._options(), "--json-status-fd", str(_REPORT), "--", *python]
 
     def _options(self) -> list[str]:
-        options = ["--unshare-all", "--disable-userns", "--unshare-user", "--hostname", "sandbox", "--die-with-parent", "--new-session"]
+        options = ["--unshare-all", "--disable-userns", "--unshare-user", "--die-with-parent", "--new-session"]
+        options += ["--hostname", "sandbox"]
         options += ["--cap-drop", "ALL", "--clearenv", "--uid", "1000", "--gid", "1000"]
         for name, value in ENVIRONMENT.items():
             options += ["--setenv", name, value]
