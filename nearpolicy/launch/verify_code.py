@@ -144,7 +144,7 @@ def _settings(given: dict[str, Any]) -> VerifierConfig:
 
 
 async def _graded(
-    text: str, task: CodeTask, limits: Any, settings: VerifierConfig, every_test: bool
+    text: str, task: CodeTask, limits: Limits, settings: VerifierConfig, every_test: bool
 ) -> tuple[Grade, str]:
     from nearpolicy.verifier.code import CodeGrader
     from nearpolicy.verifier.sandbox.grading import CannotSplitError
