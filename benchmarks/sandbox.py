@@ -5,8 +5,8 @@
 Both sides start ``pass`` (and ``print(6 * 7)``, whose output is checked) as often, as many at a time as there are
 cores: ours in a warm worker behind every wall, theirs as ``python -I -S -c``, unprotected. Processor time counts all
 that a run causes: in this process, in the worker and in the run. Overshoot is how long a run lived beyond its limit,
-for programs that sleep and for programs that compute. Then --runs executions (1,000 with --quick), after which there must be no
-process, no zombie, no descriptor more than before. The last line is one JSON object.
+for programs that sleep and for programs that compute. Then --runs executions (1,000 with --quick), after which there
+must be no process, no zombie, no descriptor more than before. The last line is one JSON object.
 """
 
 from __future__ import annotations

@@ -296,12 +296,17 @@ def _rewards_beside_0_and_1(config: RunConfig) -> Iterator[str]:
     for index, task in enumerate(config.tasks):
         counted = [reward for reward in task.rewards if reward.weight]
         plain = [reward for reward in counted if reward.kind not in ("judge", "rubric", "reward_model")]
-        fits = [reward for reward in plain if reward.weight == 1 and getattr(reward, "partial", 1) in (0, 1)]
+        fits = [reward for reward in plain if reward.weight == 1 and not _gives_parts(reward)]
         if len(counted) != 1 or not fits:
             yield (
                 f"tasks.{index}.rewards: objective.advantage=grpo_passk needs rewards of 0 or 1; give one reward the "
-                "weight 1 (and partial 0 or 1) and any others the weight 0"
+                "weight 1 (and partial 0 or 1, credit all) and any others the weight 0"
             )
+
+
+def _gives_parts(reward: Any) -> bool:
+    """Whether a setting of a reward asks for values between 0 and 1."""
+    return getattr(reward, "partial", 1) not in (0, 1) or getattr(reward, "credit", "all") != "all"
 
 
 def _critic_contradictions(config: RunConfig) -> Iterator[str]:
@@ -423,6 +428,11 @@ def parse_mapping(text: str, where: str) -> dict[str, Any]:
     return data
 
 
+def parse_value(text: str, where: str) -> Any:
+    """What stands behind the ``=`` of an override; ``where`` stands in messages."""
+    return _plain(_parse_yaml(text, where))
+
+
 def dump_resolved(config: RunConfig) -> str:
     """Every key with its value, as YAML that `load_recipe` reads back into an equal config."""
     import io
@@ -542,7 +552,7 @@ def _apply_override(data: dict[str, Any], override: str, origins: _Origins) -> N
     if not equals or not name.strip():
         raise ConfigError(f"override {override}: write it as section.key=value")
     path: list[Any] = name.strip().split(".")
-    value = _plain(_parse_yaml(text, f"override {override}"))
+    value = parse_value(text, f"override {override}")
     node: Any = data
     for depth, part in enumerate(path):
         last = depth == len(path) - 1

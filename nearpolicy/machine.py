@@ -18,7 +18,7 @@ import signal
 import sys
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LARGEST_KEPT = 1 << 30
 
@@ -112,4 +112,27 @@ def helpers_peak_memory_mb() -> list[float]:
             fields = dict(line.split(":", 1) for line in status.read_text(encoding="utf-8").splitlines())
             if int(fields["PPid"]) == os.getpid():
                 found.append(int(fields["VmHWM"].split()[0]) / 1024)
+    return found
+
+
+def adopt_orphans() -> None:
+    """Have processes whose parents end become children of this one, and not of the system's first process."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes below this one, as they are now; where there is no /proc, none."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError):
+            parent = int(entry.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(entry.parent.name))
+    found, left = [], [pid]
+    while left:
+        below = children.get(left.pop(), [])
+        found += below
+        left += below
     return found

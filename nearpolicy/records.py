@@ -224,7 +224,7 @@ class Group:
     verdicts: tuple[Mapping[str, Verdict], ...] = ()
     """One mapping from reward source to verdict per rollout."""
     rewards: tuple[float | None, ...] = ()
-    """Weighted sum of the scored sources per rollout; None if nothing scored it."""
+    """Weighted sum of the scored sources per rollout, 0 for those behind a closed gate; None if nothing scored it."""
     failure: str | None = None
     """Why the admission gave nothing to train on; the rollouts made so far stay, for the ledger."""
     baseline: Baseline | None = None

@@ -242,6 +242,10 @@ def test_run_is_named_after_the_recipe_unless_it_has_a_name(load):
             ["objective.advantage=grpo_passk", "tasks.0.rewards.0.partial=0.5"],
             ["tasks.0.rewards", "objective.advantage=grpo_passk needs rewards of 0 or 1"],
         ),
+        (
+            ["objective.advantage=grpo_passk", "tasks.0.rewards=[{kind: ifeval, credit: share}]"],
+            ["tasks.0.rewards", "objective.advantage=grpo_passk needs rewards of 0 or 1"],
+        ),
         (["objective.loss=opd", "objective.reference=x", "learner.minibatches=2"], ["is 2; set both to 1"]),
         (["learner.max_tokens_per_microbatch=100"], ["learner.max_tokens_per_microbatch=100", "768"]),
         (["run.numerics=exact", "model.dtype=bfloat16"], ["run.numerics=exact", "bfloat16"]),

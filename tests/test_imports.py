@@ -126,13 +126,22 @@ def test_importing_the_package_loads_nothing_heavy():
     assert loaded_by("import nearpolicy", *HEAVY) == []
 
 
-def test_help_loads_nothing_heavy():
-    code = (
+def shows_help(*command: str) -> str:
+    return (
         "from nearpolicy.launch import cli\n"
-        "try: cli.run(['--help'])\n"
+        f"try: cli.run({[*command, '--help']})\n"
         "except SystemExit as end: assert end.code == 0, end.code"
     )
-    assert loaded_by(code, *HEAVY) == []
+
+
+def test_help_loads_nothing_heavy():
+    assert loaded_by(shows_help(), *HEAVY) == []
+
+
+@pytest.mark.parametrize("command", [["verify"], ["verify", "math"], ["verify", "ifeval"]], ids=" ".join)
+def test_help_of_a_command_loads_no_more_than_typer_itself(command):
+    """typer reads any option, those of `nearpolicy` too, with pydantic."""
+    assert loaded_by(shows_help(*command), *HEAVY) in ([], ["pydantic"])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from nearpolicy.settings import ConfigModel
 
 class EvaluationConfig(ConfigModel):
     """Section `evaluation`: held-out accuracy, always under one fixed version of the weights. An answer is right if the
-    task's first reward gives it 1 or more (before its weight), or says so in its part `correct`."""
+    task's first reward gives it 1 or more (before its weight), or says so in its part `correct`; and what that reward
+    `requires` is met."""
 
     every: NonNegativeInt = 0
     """Steps between evaluations; 0 evaluates only before the first and after the last step."""

@@ -31,6 +31,8 @@ class HeldOut:
     task: str
     prompts: Sequence[Prompt]
     judge: str
+    counts: Callable[[Mapping[str, Verdict]], bool | None] = lambda verdicts: True
+    """Whether what the judge says counts, by the other sources that it requires; None if nobody can say."""
 
 
 class NotJudgedError(UserError):
@@ -153,8 +155,8 @@ class Evaluator:
         if completion.finish in (Finish.FAILED, Finish.ABORTED):
             value, reason = None, completion.reason or f"the completion ended as {completion.finish.value}"
         else:
-            verdict = (await self._verifier.score(prompt, rollout))[task.judge]
-            value, reason = correctness(verdict), verdict.reason
+            verdicts = await self._verifier.score(prompt, rollout)
+            value, reason = _judged(task, verdicts)
         if value is None:
             self.reasons[reason or "no reason given"] += 1
         self._tell()
@@ -179,6 +181,15 @@ class Evaluator:
 
 def _nobody_listens() -> None:
     pass
+
+
+def _judged(task: HeldOut, verdicts: Mapping[str, Verdict]) -> tuple[float | None, str]:
+    """The number the judge says about being right, 0 if it does not count; and why there is none."""
+    verdict = verdicts[task.judge]
+    value, counts = correctness(verdict), task.counts(verdicts)
+    if value is not None and counts is None:
+        return None, f"what {task.judge!r} requires abstained or failed"
+    return 0.0 if counts is False and value is not None else value, verdict.reason
 
 
 def correctness(verdict: Verdict) -> float | None:

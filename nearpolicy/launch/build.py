@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,6 +35,7 @@ from nearpolicy.models.value import ValueModel
 from nearpolicy.objectives.objective import Objective
 from nearpolicy.roles import Generator, Sampling, Verifier
 from nearpolicy.tasks.mixture import Mixture
+from nearpolicy.verifier.combining import counts
 
 OnEvent = Callable[..., None]
 Functions = dict[str, Callable[..., object]]
@@ -295,6 +297,7 @@ def make_evaluator(config: RunConfig, language: Language, generator: Generator, 
             task=task.name,
             prompts=language.mixture.held_out(task.name)[: config.evaluation.prompts],
             judge=task.rewards[0].source,
+            counts=partial(counts, rewards=task.rewards, source=task.rewards[0].source),
         )
         for task in config.tasks
         if task.held_out

@@ -222,8 +222,14 @@ def _run(config: RunConfig) -> Lines:
     if config.critic is not None:
         yield "critic", _critic(config)
     for task in config.tasks:
-        rewards = ", ".join(f"{reward.weight:g} x {reward.source}" for reward in task.rewards)
+        rewards = ", ".join(f"{reward.weight:g} x {reward.source}{_condition(reward)}" for reward in task.rewards)
         yield f"task {task.name}", f"{task.weight / total:.0%} of prompts, held out {task.held_out}, reward {rewards}"
+
+
+def _condition(reward: RewardConfig) -> str:
+    """When a source counts, where that depends on others."""
+    required = " and ".join(f"{name} gives {threshold:g}" for name, threshold in reward.requires.items())
+    return f" where {required}" if required else ""
 
 
 def _critic(config: RunConfig) -> str:
@@ -265,7 +271,7 @@ def _judge(reward: RewardConfig) -> str:
     """What decides whether a held-out answer is right."""
     from nearpolicy.evaluate.evaluator import CORRECT
 
-    judged = f"judged by: {reward.source}, right from {CORRECT:.1f}"
+    judged = f"judged by: {reward.source}, right from {CORRECT:.1f}{_condition(reward)}"
     if reward.kind == "number":
         return f"{judged} (by its part `correct`: what stands around the number does not count)"
     if reward.kind == "function":

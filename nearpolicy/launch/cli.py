@@ -24,12 +24,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("nearpolicy.launch.evaluate", "Evaluate a model on a recipe's held-out set."),
     "check": ("nearpolicy.launch.check", "Explain a recipe and refuse contradictions, without loading a model."),
     "calibrate": ("nearpolicy.launch.calibrate", "Compare a reward with labels: agreement, leanings, attacks."),
+    "verify": ("nearpolicy.launch.verify", "Judge one text as a reward does in training, and say why."),
     "inspect": ("nearpolicy.launch.inspect", "Show rollouts of a run: text, rewards, versions, advantages, fates."),
     "compare": ("nearpolicy.launch.compare", "Compare objectives on a run's recorded rollouts."),
     "doctor": ("nearpolicy.launch.doctor", "Examine this machine: what it offers, and what to do about the rest."),
     "report": ("nearpolicy.launch.report", "Write a run's report: one HTML file."),
 }
-"""Name -> (module with a function `command`, help line)."""
+"""Name -> (module with a function `command`, or with a table `COMMANDS` of its own; help line)."""
 
 
 def run(arguments: Sequence[str]) -> NoReturn:

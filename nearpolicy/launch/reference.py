@@ -18,7 +18,6 @@ from pydantic.fields import FieldInfo
 from nearpolicy.config import RunConfig
 from nearpolicy.launch.train import StepLine
 from nearpolicy.recipe_keys import models_in
-from nearpolicy.settings import ConfigModel
 from nearpolicy.telemetry.metrics import FAMILIES, METRICS
 
 FOLDER = Path("docs")
@@ -118,7 +117,7 @@ def _default(field: FieldInfo) -> str:
     if field.default_factory_takes_validated_data:
         return "see meaning"
     value = field.get_default(call_default_factory=True)
-    return "" if value is None or isinstance(value, ConfigModel) else f"`{json.dumps(value)}`"
+    return "" if value is None or isinstance(value, BaseModel) else f"`{json.dumps(value)}`"
 
 
 _METRICS_OPENING = """# Metrics

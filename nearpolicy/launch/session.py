@@ -35,8 +35,8 @@ from nearpolicy.telemetry.events import Recorder
 from nearpolicy.telemetry.metrics import MetricsWriter
 from nearpolicy.telemetry.sinks import open_sinks, require_sinks
 from nearpolicy.telemetry.trace import Trace
-from nearpolicy.verifier.config import reward_weights
-from nearpolicy.verifier.service import VerifierService, weighted_reward
+from nearpolicy.verifier.combining import weighted_reward
+from nearpolicy.verifier.service import VerifierService
 
 if TYPE_CHECKING:
     from nearpolicy.pipeline import Pipeline
@@ -199,13 +199,13 @@ class Session:
         from nearpolicy.rollout_queue.queue import StalenessBoundedQueue
 
         config, limits, estimator = self.config, self.config.queue, self.config.objective.parts["advantage"]
-        weights = {task.name: reward_weights(task.rewards) for task in config.tasks}
+        rewards = {task.name: task.rewards for task in config.tasks}
         environment = SingleTurn(
             self.engine.runner,
             self.verifier,
             render=self.language.renderer.prompt_ids,
             decode=self.language.decode,
-            reward_of=lambda verdicts, task: weighted_reward(verdicts, weights[task]),
+            reward_of=lambda verdicts, task: weighted_reward(verdicts, rewards[task]),
             sampling=self.language.sampling,
             n=config.sampling.num_generations,
             smallest_group=estimator.smallest_group,
@@ -388,7 +388,8 @@ class Session:
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         times = self.telemetry.busy_times()
         busy = {"generator": times["time/generate_s"], "learner": metrics["time/learn_s"]}
-        metrics = {**metrics, **times, "memory/peak_mb": peak_memory_mb()}
+        metrics = {**metrics, **times, **self.telemetry.judging_times(), "memory/peak_mb": peak_memory_mb()}
+        busy["verifier"] = times["time/verify_s"] / self.config.verifier.workers
         metrics |= {f"utilisation/{role}": seconds / metrics["time/step_s"] for role, seconds in busy.items()}
         self.telemetry.log_step(step, metrics)
         if self.on_step is not None:

@@ -15,8 +15,9 @@ from nearpolicy.launch.verify import contents_of
 from nearpolicy.visible import visible
 
 if TYPE_CHECKING:
-    from nearpolicy.verifier.config import CodeLimits
+    from nearpolicy.verifier.config import CodeLimits, VerifierConfig
     from nearpolicy.verifier.sandbox.grading import CodeTask, Grade
+    from nearpolicy.verifier.sandbox.runs import Limits
 
 
 def command(
@@ -40,6 +41,7 @@ def command(
         bool, typer.Option(help="The file is a completion: take the program out of it as training does.")
     ] = False,
     isolation: Annotated[str, typer.Option(help="As verifier.isolation in a recipe.")] = "auto",
+    sandbox_url: Annotated[str | None, typer.Option(help="As verifier.sandbox_url.", show_default=False)] = None,
     allow_unisolated: Annotated[bool, typer.Option(help="As verifier.allow_unisolated.")] = False,
     allow_weak_trust: Annotated[
         bool, typer.Option(help="Run test code in one process with the program, which can then cheat it.")
@@ -57,7 +59,8 @@ def command(
     if extract:
         text = program_of(text)
     task, limits = _task(asked, text, entry, allow_weak_trust)
-    settings = _settings(isolation, allow_unisolated, package)
+    given = {"isolation": isolation, "sandbox_url": sandbox_url, "allow_unisolated": allow_unisolated}
+    settings = _settings(given | ({"packages": tuple(package)} if package is not None else {}))
     found, used = asyncio.run(_graded(text, task, limits_of(limits), settings, every_test))
     _show(found, used, output)
 
@@ -128,26 +131,31 @@ def _task(asked: Mapping[str, Any], text: str, entry: str | None, together: bool
         raise DataError(problems) from None
 
 
-def _settings(isolation: str, allow_unisolated: bool, packages: list[str] | None) -> Any:
+def _settings(given: dict[str, Any]) -> VerifierConfig:
     from pydantic import ValidationError
 
     from nearpolicy.verifier.config import VerifierConfig
 
-    given = {"isolation": isolation, "allow_unisolated": allow_unisolated}
-    given |= {"packages": tuple(packages)} if packages is not None else {}
     try:
         return VerifierConfig(**given)
     except ValidationError as error:
-        raise ConfigError("; ".join(each["msg"] for each in error.errors())) from None
+        problems = [" ".join([*map("--{}:".format, each["loc"]), each["msg"]]) for each in error.errors()]
+        raise ConfigError("; ".join(problems)) from None
 
 
-async def _graded(text: str, task: CodeTask, limits: Any, settings: Any, every_test: bool) -> tuple[Grade, str]:
+async def _graded(
+    text: str, task: CodeTask, limits: Limits, settings: VerifierConfig, every_test: bool
+) -> tuple[Grade, str]:
     from nearpolicy.verifier.code import CodeGrader
     from nearpolicy.verifier.sandbox.grading import CannotSplitError
     from nearpolicy.verifier.sandbox.ladder import opened
 
     sandbox = await opened(
-        settings.isolation, workers=1, packages=settings.packages, allow_unisolated=settings.allow_unisolated
+        settings.isolation,
+        workers=1,
+        packages=settings.packages,
+        allow_unisolated=settings.allow_unisolated,
+        url=settings.sandbox_url,
     )
     try:
         grader = CodeGrader(sandbox, settings.packages)

@@ -116,8 +116,9 @@ class TaskConfig(ConfigModel):
     on_overlong: Literal["error", "skip"] = "error"
     """A prompt over `sampling.max_prompt_length`: stop at the start, or leave the row out and count it."""
     rewards: Annotated[Rewards, Field(min_length=1)]
-    """What scores a completion; the reward is the weighted sum. The first one also judges held-out answers: right is
-    what it gives 1 or more, before its weight, or by its part `correct` where it has one (as `number` does)."""
+    """What scores a completion; the reward is the weighted sum, in which those count whose `requires` is met. The first
+    one also judges held-out answers: right is what it gives 1 or more, before its weight, or by its part `correct`
+    where it has one (as `number` does), and only where it counts."""
     environment: Literal["single_turn"] = "single_turn"
     """How a prompt becomes a rollout. `single_turn`: one completion."""
 

@@ -111,6 +111,8 @@ class Recorder:
         self._lock = threading.Lock()
         self._bunches: dict[tuple[str, int], _Bunch] = {}
         self._busy = dict.fromkeys(BUSY_KINDS.values(), 0.0)
+        self._judged: list[tuple[float, float]] = []
+        """(seconds, of these waiting) of rollouts judged since the step before."""
 
     def now(self) -> float:
         """Seconds since the run's anchor."""
@@ -130,6 +132,8 @@ class Recorder:
             if kind in BUSY_KINDS:
                 seconds = fields["ms"] / 1000 if kind == "decode_step" else own.get("seconds", 0.0)
                 self._busy[BUSY_KINDS[kind]] += seconds - fields.get("queue_s", 0.0)
+            if kind == "verify":
+                self._judged.append((own.get("seconds", 0.0), fields.get("queue_s", 0.0)))
             where = (role, own.get("instance", 0))
             if self._trace is not None:
                 seconds = fields["ms"] / 1000 if kind == "decode_step" else own.get("seconds")
@@ -172,6 +176,17 @@ class Recorder:
             times = {f"time/{name}_s": seconds for name, seconds in self._busy.items()}
             self._busy = dict.fromkeys(self._busy, 0.0)
         return times
+
+    def judging_times(self) -> dict[str, float]:
+        """How long verdicts took since the last call, by quantiles; nothing if there were none."""
+        with self._lock:
+            judged, self._judged = self._judged, []
+        if not judged:
+            return {}
+        seconds, waits = (sorted(column) for column in zip(*judged, strict=True))
+        last = len(judged) - 1
+        times = {f"verifier/latency_p{q}_s": seconds[round(last * q / 100)] for q in (50, 95, 99)}
+        return times | {"verifier/queue_p95_s": waits[round(last * 0.95)], "verifier/judged": float(len(judged))}
 
     def flush(self) -> None:
         """Write the bunches that are not full yet."""

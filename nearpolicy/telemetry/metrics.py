@@ -22,6 +22,8 @@ METRICS: Mapping[str, str] = {
     "reward/mean": "mean reward of the scored rollouts in the batch",
     "reward/<source>/mean": "mean value of one reward source over the rollouts it scored, before its weight",
     "reward/<source>/<part>": "mean of one named part of a reward source",
+    "reward/<source>/gated": "share of the rollouts scored by a source with `requires` in which a requirement was not "
+    "met, so that its value added nothing to the reward",
     "reward/baseline_mean": "mean reward of the greedy completions that samples are compared with; they count in no "
     "other metric of rewards, lengths and tokens",
     "reward/zero_variance_share": "share of groups whose scored rollouts all have one reward (with `remax`: that of "
@@ -85,8 +87,11 @@ METRICS: Mapping[str, str] = {
     "time/wait_s": "time in which the learner waited for a batch",
     "time/step_s": "wall time of the step: waiting, learning, publishing",
     "throughput/tokens_per_s": "consumed tokens per second of wall time",
-    "utilisation/<role>": "share of the step's wall time in which the role (generator, learner) computed",
+    "utilisation/<role>": "share of the step's wall time in which the role computed: generator, learner, verifier",
     "memory/peak_mb": "peak memory of the main process so far, in MiB",
+    "verifier/judged": "rollouts judged since the step before",
+    "verifier/latency_p<q>_s": "quantile of the seconds from a rollout's end to its verdicts: 50, 95, 99 %",
+    "verifier/queue_p95_s": "95 % quantile of the seconds that a rollout waited for a worker of the verifier",
     "verifier/<source>/failed_share": "share of the batch's verdicts of one reward source that failed",
     "evaluation/<task>/accuracy": "share of judged held-out answers that are right",
     "evaluation/<task>/pass@<k>": "chance that one of k samples is right, unbiased, averaged over questions",
@@ -111,7 +116,7 @@ FAMILIES: Mapping[str, str] = {
     "evaluation": (
         "In a line of their own, whose `step` is the version of the weights that answered. Accuracy is greedy unless "
         "`evaluation.temperature` says otherwise; right is what a task's first reward gives 1 or more, or calls "
-        "`correct`."
+        "`correct`, where all that this reward `requires` is met."
     ),
     "staleness": "Of a group: steps completed when it is consumed, minus the oldest version among its tokens.",
     "time": "In seconds. Roles work at the same time, so these do not add up to the wall time.",

@@ -7,17 +7,30 @@ first completion is sampled.
 
 from __future__ import annotations
 
+import graphlib
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
+from nearpolicy.errors import nearest
 from nearpolicy.settings import ConfigModel, RegularExpression, Seconds
 from nearpolicy.verifier.learned_config import JudgeSettings, RewardModelSettings, RubricSettings
 
 AS_WRITTEN = "as_written"
 """The attachment of a prompt whose row holds text that went into a chat message: that text."""
+
+
+def _with_thresholds(requires: Any) -> Any:
+    if isinstance(requires, list | tuple) and all(isinstance(name, str) for name in requires):
+        return dict.fromkeys(requires, 1.0)
+    if not isinstance(requires, dict):
+        raise ValueError("write the names of sources as a list, or each with its smallest value: {format: 1.0}")
+    return requires
+
+
+Requirements = Annotated[dict[str, float], BeforeValidator(_with_thresholds)]
 
 
 class _Reward(ConfigModel):
@@ -28,6 +41,10 @@ class _Reward(ConfigModel):
     """Name of this source in verdicts and metrics (default: the kind); no two sources of a task share one."""
     weight: float = Field(default=1.0, ge=-1e6, le=1e6)
     """Factor of this source in the reward; negative for a penalty."""
+    requires: Requirements = Field(default_factory=dict)
+    """A gate: other sources of the task, each with the smallest value (before its weight) at which this one counts;
+    `[format]` is short for `{format: 1.0}`. Below it, or where the requirement itself does not count, this source adds
+    nothing to the reward; its own value is logged as ever."""
 
     @property
     def source(self) -> str:
@@ -170,6 +187,26 @@ class CodeReward(_Reward):
         return self
 
 
+class IfevalReward(_Reward):
+    """1 if the completion follows every instruction of its row, as IFEval has them (`docs/verify-ifeval.md`). Parts:
+    `all`, the `share` followed, and each kind of instruction by its name."""
+
+    kind: Literal["ifeval"] = "ifeval"
+    """Selects this reward."""
+    instructions_column: str = "instruction_id_list"
+    """Column with the list of instructions, for example `punctuation:no_comma` (or its JSON text)."""
+    kwargs_column: str = "kwargs"
+    """Column with the list of their arguments, a mapping for each (or its JSON text)."""
+    form: Literal["strict", "loose"] = "strict"
+    """Whether the completion itself must follow, or may do so without its first or last line or its asterisks."""
+    credit: Literal["all", "share"] = "all"
+    """1 only if all instructions are followed, or the share of them that is."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.instructions_column, self.kwargs_column)
+
+
 class JudgeReward(JudgeSettings, _Reward):
     """What a language model says of the completion, as a value from 0 to 1 (or that of a label). `docs/verify-judge.md`
     says what it withstands."""
@@ -224,6 +261,7 @@ RewardConfig = Annotated[
     | NumberReward
     | MathVerifyReward
     | ReasoningGymReward
+    | IfevalReward
     | CodeReward
     | JudgeReward
     | RubricReward
@@ -233,34 +271,52 @@ RewardConfig = Annotated[
 ]
 
 
-def _named_apart(rewards: tuple[RewardConfig, ...]) -> tuple[RewardConfig, ...]:
-    check_names(rewards)
+def check_together(rewards: Sequence[RewardConfig]) -> None:
+    """Raise ValueError if the rewards of a task contradict each other.
+
+    Two sources of one name would overwrite each other's verdicts; a gate that waits for itself never opens.
+    """
+    sources: dict[str, RewardConfig] = {}
+    for reward in rewards:
+        if reward.source in sources:
+            raise ValueError(f"two reward sources are named {reward.source!r}; set `name` on one of them")
+        sources[reward.source] = reward
+    for reward in rewards:
+        for name, threshold in reward.requires.items():
+            if name not in sources:
+                close = nearest(name, list(sources))
+                hint = f"did you mean {close!r}?" if close else f"there are {', '.join(map(repr, sources))}"
+                raise ValueError(
+                    f"the reward {reward.source!r} requires {name!r}, which is no source of this task; {hint}"
+                )
+            known = sources[name].kind not in ("function", "reward_model") and not getattr(sources[name], "labels", {})
+            if known and not 0 < threshold <= 1:
+                raise ValueError(
+                    f"the reward {reward.source!r} requires {name!r} to be {threshold:g} or more, but that source "
+                    "gives values from 0 to 1: the gate would never open or never close; use a threshold in between"
+                )
+    try:
+        graphlib.TopologicalSorter({reward.source: reward.requires for reward in rewards}).prepare()
+    except graphlib.CycleError as error:
+        cycle = " requires ".join(map(repr, reversed(error.args[1])))
+        raise ValueError(f"rewards wait for each other: {cycle}; take one `requires` away") from None
+
+
+def _fit_together(rewards: tuple[RewardConfig, ...]) -> tuple[RewardConfig, ...]:
+    check_together(rewards)
     return rewards
 
 
-def check_names(rewards: Iterable[RewardConfig]) -> None:
-    """Raise ValueError if two sources share a name: their verdicts would overwrite each other."""
-    seen: set[str] = set()
-    for reward in rewards:
-        if reward.source in seen:
-            raise ValueError(f"two reward sources are named {reward.source!r}; set `name` on one of them")
-        seen.add(reward.source)
-
-
-Rewards = Annotated[tuple[RewardConfig, ...], AfterValidator(_named_apart)]
+Rewards = Annotated[tuple[RewardConfig, ...], AfterValidator(_fit_together)]
 """The rewards of one task, as a field of a config."""
-
-
-def reward_weights(rewards: Iterable[RewardConfig]) -> dict[str, float]:
-    """Source name -> weight."""
-    return {reward.source: reward.weight for reward in rewards}
 
 
 class VerifierConfig(ConfigModel):
     """Section `verifier`: how completions are judged."""
 
     workers: int = Field(default=1, ge=1, le=1000)
-    """Processes for rewards that can block or crash: math_verify, reasoning_gym, regex and user functions."""
+    """Processes for rewards that can block or crash: math_verify, reasoning_gym, ifeval, regex and user
+    functions."""
     timeout_s: Seconds = 10.0
     """Limit of one call of one reward source; a worker that exceeds it is killed and replaced."""
     retries: int = Field(default=1, ge=0, le=100)

@@ -14,6 +14,7 @@ from nearpolicy.bounded import bounded
 from nearpolicy.verifier import code, rewards, rubric
 from nearpolicy.verifier.config import (
     CodeReward,
+    IfevalReward,
     MathVerifyReward,
     NumberReward,
     ReasoningGymReward,
@@ -44,6 +45,8 @@ def unfit(reward: RewardConfig, rows: Rows, *, every_row: bool = False) -> Unfit
             return _unfit_each(reward.metadata_column, lambda row: rewards.gym_data_set(reward, row), rows)
         case CodeReward():
             return _unfit_each(reward.tests_column, lambda row: code.row_task(reward, row), rows)
+        case IfevalReward():
+            return _unfit_each(reward.instructions_column, lambda row: rewards.constraints_of(reward, row), rows)
         case RubricReward():
             numbers = [item for item in reward.items if isinstance(item, NumberItem)]
             return itertools.chain.from_iterable(

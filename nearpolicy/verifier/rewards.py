@@ -23,13 +23,15 @@ from nearpolicy.records import Outcome, Prompt, Rollout, Verdict
 from nearpolicy.verifier.config import (
     AS_WRITTEN,
     ExactMatchReward,
+    IfevalReward,
     MathVerifyReward,
     NumberReward,
     ReasoningGymReward,
     RegexReward,
 )
+from nearpolicy.verifier.ifeval import constraints, languages
 
-BuiltIn = ExactMatchReward | RegexReward | NumberReward | MathVerifyReward | ReasoningGymReward
+BuiltIn = ExactMatchReward | RegexReward | NumberReward | MathVerifyReward | ReasoningGymReward | IfevalReward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +64,11 @@ class RowError(Exception):
 
 
 def runs_inline(reward: BuiltIn) -> bool:
-    """Whether a score takes linear time whatever the completion.
+    """Whether a score takes linear time, and little of it, whatever the completion.
 
     A regular expression may backtrack for ever, math-verify may compute 9^9^9^9, and some reasoning-gym data sets hand
-    the completion to ``eval``: these belong where a deadline can be enforced.
+    the completion to ``eval``: these belong where a deadline can be enforced. The checks of ifeval are linear, but one
+    of them gives the text to a library for languages, whose model takes a second to read.
     """
     return isinstance(reward, ExactMatchReward | NumberReward)
 
@@ -173,8 +176,14 @@ def number_answer(reward: NumberReward, columns: Mapping[str, Any]) -> Decimal:
 
 
 def _brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return _shortened(repr(value), 80)
+
+
+LONGEST_REASON = 500
+
+
+def _shortened(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def _number(reward: NumberReward, sample: Sample) -> Verdict:
@@ -252,6 +261,27 @@ def _library() -> Any:
     return math_verify
 
 
+# Instructions
+
+
+def constraints_of(reward: IfevalReward, columns: Mapping[str, Any]) -> list[constraints.Constraint]:
+    """The instructions of a row; `RowError` if one of them cannot be checked."""
+    found = [_column(name, columns) for name in reward.columns]
+    try:
+        return constraints.read(*found)
+    except constraints.ConstraintError as error:
+        raise RowError(f"the column {reward.instructions_column!r} cannot be used: {error}") from None
+
+
+def _ifeval(reward: IfevalReward, sample: Sample) -> Verdict:
+    asked = constraints_of(reward, sample.columns)
+    problems = constraints.problems(asked, sample.text, loose=reward.form == "loose")
+    parts = constraints.parts(asked, problems)
+    missed = "; ".join(constraints.not_followed(asked, problems))
+    reason = _shortened(f"not followed: {missed}", LONGEST_REASON) if missed else ""
+    return Verdict(outcome=Outcome.SCORED, value=parts[reward.credit], parts=parts, reason=reason)
+
+
 # reasoning-gym
 
 
@@ -312,6 +342,8 @@ def preload(reward: BuiltIn) -> None:
         _parse("$1$")  # a parse builds the grammar, which takes longer than most answers
     elif isinstance(reward, ReasoningGymReward):
         import reasoning_gym  # noqa: F401
+    elif isinstance(reward, IfevalReward):
+        languages.preload()
 
 
 _SCORES: Mapping[type, Any] = {
@@ -320,4 +352,5 @@ _SCORES: Mapping[type, Any] = {
     NumberReward: _number,
     MathVerifyReward: _math_verify,
     ReasoningGymReward: _reasoning_gym,
+    IfevalReward: _ifeval,
 }

@@ -27,13 +27,14 @@ from nearpolicy.records import Outcome, Prompt, Rollout, Verdict
 from nearpolicy.verifier import functions, rewards
 from nearpolicy.verifier.cache import VerdictCache, is_deterministic
 from nearpolicy.verifier.code import CodeGrader
+from nearpolicy.verifier.combining import with_gates_shown
 from nearpolicy.verifier.config import (
     CodeReward,
     FunctionReward,
     LearnedReward,
     RewardConfig,
     VerifierConfig,
-    check_names,
+    check_together,
 )
 from nearpolicy.verifier.functions import RewardFunctionError, UserFunction
 from nearpolicy.verifier.learned import LearnedScorers
@@ -66,7 +67,8 @@ class VerifierService:
     ) -> None:
         """``at_hand``: user functions that need no loading, by the path under which a reward names them.
 
-        Raises `ConfigError` for sources that share a name and `RewardFunctionError` for a function that fits no shape.
+        Raises `ConfigError` for sources that contradict each other and `RewardFunctionError` for a function that fits
+        no shape.
         """
         self._config = config
         self._on_event = on_event
@@ -76,10 +78,11 @@ class VerifierService:
         self._learned = LearnedScorers(on_event)
         self._cache = VerdictCache(config.cache)
         self._failures = FailureRate()
+        self._tasks = tasks
         self._sources: dict[str, list[_Source]] = {}
         for task, task_rewards in tasks.items():
             try:
-                check_names(task_rewards)
+                check_together(task_rewards)
             except ValueError as error:
                 raise ConfigError(f"task {task!r}: {error}") from None
             self._sources[task] = [_source(task, reward, config, at_hand or {}) for reward in task_rewards]
@@ -123,7 +126,10 @@ class VerifierService:
         await self._learned.close()
 
     async def score(self, prompt: Prompt, rollout: Rollout, *, admission: int | None = None) -> Mapping[str, Verdict]:
-        """One verdict per reward source of the prompt's task. `VerifierError` if ever more of them fail."""
+        """One verdict per reward source of the prompt's task, behind a gate with the part `combining.GATED`.
+
+        Raises `VerifierError` if programs can be run ever more seldom.
+        """
         sources = self._sources.get(prompt.task)
         if sources is None:
             known = ", ".join(map(repr, self._sources))
@@ -144,7 +150,7 @@ class VerifierService:
             queue_s=max((queue_s for _, queue_s in judged), default=0.0),
             **{o.value: sum(verdict.outcome is o for verdict in verdicts.values()) for o in Outcome},
         )
-        return verdicts
+        return with_gates_shown(verdicts, self._tasks[prompt.task])
 
     async def _judged(self, source: _Source, sample: Sample) -> tuple[Verdict, float]:
         """The verdict of one source, and the seconds it waited for a worker."""
@@ -159,7 +165,7 @@ class VerifierService:
         ))  # fmt: skip
         if isinstance(source.scorer, CodeReward | LearnedReward):
             self._failures.count(source.key, verdict)
-        return replace(verdict, seconds=time.perf_counter() - asked), began - asked
+        return verdict, began - asked
 
     async def _bounded(self, source: _Source, sample: Sample, started: Callable[[], None]) -> Verdict:
         """Within the deadline, waiting included."""
@@ -177,7 +183,9 @@ class VerifierService:
         if isinstance(source.scorer, LearnedReward):
             return await self._learned.score(source.key, sample)
         if not source.in_worker:
-            return await _judged_here(source.scorer, sample)
+            begin = time.perf_counter()
+            verdict = await _judged_here(source.scorer, sample)
+            return replace(verdict, seconds=time.perf_counter() - begin)
         assert self._pool is not None
         return await self._pool.score(source.key, sample, _controls(source.scorer, sample), started)
 
@@ -272,15 +280,3 @@ def _controls(scorer: UserFunction | BuiltIn, sample: Sample) -> tuple[Sample, .
         return tuple(replace(sample, text=text) for text in rewards.controls(scorer, sample.columns))
     except rewards.RowError:
         return ()
-
-
-def weighted_reward(verdicts: Mapping[str, Verdict], weights: Mapping[str, float]) -> float | None:
-    """The reward of one rollout: the weighted sum of what was scored; None if nothing was, or if any source failed.
-
-    Weights 1.0 and 0.5: [1.0, abstained] gives 1.0, [abstained, 0.4] gives 0.2, [abstained, abstained] gives None. With
-    a failed source the sum is unknown, not smaller: a failure never yields a number.
-    """
-    if any(verdict.outcome is Outcome.FAILED for verdict in verdicts.values()):
-        return None
-    scored = [weights[name] * v.value for name, v in verdicts.items() if v.outcome is Outcome.SCORED]
-    return sum(scored) if scored else None

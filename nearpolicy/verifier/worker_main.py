@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from nearpolicy.errors import described
-from nearpolicy.machine import die_with
+from nearpolicy.machine import adopt_orphans, die_with
 from nearpolicy.records import Verdict
 from nearpolicy.verifier import functions, rewards
 from nearpolicy.verifier.functions import RewardFunctionError, UserFunction
@@ -40,6 +40,7 @@ NICENESS = 5
 def main(descriptor: int, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with(parent)
+    adopt_orphans()
     os.set_inheritable(descriptor, False)
     with socket.socket(fileno=descriptor) as connection, connection.makefile("rwb") as stream:
         setup = read_frame(stream)

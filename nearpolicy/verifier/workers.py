@@ -28,6 +28,7 @@ from typing import Any
 
 import nearpolicy.verifier
 from nearpolicy.errors import NearpolicyError, VerifierError, described
+from nearpolicy.machine import descendants
 from nearpolicy.records import Outcome, Verdict
 from nearpolicy.verifier.functions import RewardFunctionError
 from nearpolicy.verifier.messages import LENGTH, Setup, frame, verdict_of
@@ -35,6 +36,8 @@ from nearpolicy.verifier.rewards import Sample
 
 HOPELESS_CALLS = 8
 """Calls of a scorer, per worker, that end without an answer before there has ever been one: then none will come."""
+BACK_OFF_S = 0.05
+"""Before a call is tried again the first time, then twice as long each time: what killed a worker may pass."""
 START_LIMIT_S = 120.0
 """Until a new process is ready; a user function may import a large library first."""
 _PACKAGE_ROOT = str(Path(nearpolicy.verifier.__file__).resolve().parents[2])
@@ -107,8 +110,13 @@ class WorkerProcess:
         """At once, with all that it started; only while not reaped, so that its group id cannot mean another's."""
         self._writer.transport.abort()
         if self._process.returncode is None:
+            # It takes in what its children leave behind (`machine.adopt_orphans`): those in sessions of their own too.
+            started = descendants(self._process.pid)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+            for pid in started:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     async def end(self) -> None:
         """Kill it and wait until the system has taken it back."""
@@ -265,6 +273,7 @@ class WorkerPool:
             except WorkerDied as error:
                 if attempts > self._retries and not self._closed:
                     return {"status": "died", "message": f"{error} ({attempts} attempts)"}
+                await asyncio.sleep(BACK_OFF_S * 2 ** (attempts - 1))
 
 
 def _never_answers(key: str, calls: int, answer: Mapping[str, Any]) -> str:

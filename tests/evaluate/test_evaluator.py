@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -79,6 +80,22 @@ def make(config: EvaluationConfig, tasks=TASKS, generator=None, verifier=None) -
         render=lambda prompt: np.frombuffer(prompt.text.encode(), dtype=np.uint8).astype(np.int32),
         decode=lambda ids: "".join(map(chr, ids)),
     )
+
+
+@pytest.mark.parametrize(
+    ("counts", "found", "reasons"),
+    [
+        (True, [True, False, None], {"no answer": 1}),
+        (False, [False, False, None], {"no answer": 1}),
+        (None, [None, None, None], {"no answer": 1, "what 'number' requires abstained or failed": 2}),
+    ],
+)
+def test_an_answer_is_right_only_where_what_its_judge_requires_is_met(counts, found, reasons):
+    asked = [replace(TASKS[0], counts=lambda verdicts: counts)]
+    evaluator = make(EvaluationConfig(), tasks=asked)
+    samples = asyncio.run(evaluator.run(4, with_pass=False))
+    assert [sample.correct for sample in samples] == found
+    assert dict(evaluator.reasons) == reasons
 
 
 def test_every_question_is_asked_once_per_mode_with_the_settings_of_evaluation():

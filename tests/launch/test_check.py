@@ -112,6 +112,28 @@ def test_check_data_names_file_row_and_column(run, recipe):
     refused(run("check", recipe, "--data"), "rows.jsonl row 2 column `answer`: no value")
 
 
+def test_check_says_which_rewards_count_only_where_others_are_met(run, recipe):
+    gated = "tasks.0.rewards=[{kind: number, requires: [tidy]}, {kind: regex, name: tidy, pattern: a, weight: 0.5}]"
+    status, out, err = run("check", recipe, gated)
+    assert (status, err) == (0, "")
+    assert "reward 1 x number where tidy gives 1, 0.5 x tidy" in out
+    assert "judged by: number, right from 1.0 where tidy gives 1 (by its part" in out
+    refused(run("check", recipe, gated.replace("[tidy]", "[tdy]")), "'tdy', which is no source", "did you mean 'tidy'?")
+
+
+def test_check_data_names_rows_whose_instructions_cannot_be_checked(run, recipe):
+    good = {"question": "1 + 1", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+    bad = good | {"question": "1 + 2", "instruction_id_list": ["punctuation:no_coma"]}
+    rows = recipe.parent / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in (good, bad)))
+    override = ("tasks.0.rewards=[{kind: ifeval, credit: share}]", "tasks.0.held_out=0")
+    refused(
+        run("check", recipe, "--data", *override),
+        "rows.jsonl row 2 column `instruction_id_list`: cannot be used: there is no instruction",
+        "did you mean 'punctuation:no_comma'? (reward ifeval)",
+    )
+
+
 def test_check_data_asks_a_user_function_for_its_columns(run, recipe):
     (recipe.parent / "mine.py").write_text("def score(prompts, completions, gold, **columns): return [0.0]\n")
     override = f"tasks.0.rewards=[{{kind: function, path: '{recipe.parent / 'mine.py'}:score'}}]"

@@ -32,7 +32,14 @@ from nearpolicy.records import Outcome, Prompt, Rollout
 from nearpolicy.verifier import asking
 from nearpolicy.verifier.asking import Choice, Material, Question, UnreadableAnswer
 from nearpolicy.verifier.attacks import ATTACKS, CONTAINED
-from nearpolicy.verifier.config import JudgeReward, RewardConfig, VerifierConfig
+from nearpolicy.verifier.config import (
+    JudgeReward,
+    RewardConfig,
+    RewardModelReward,
+    RubricReward,
+    VerifierConfig,
+    check_together,
+)
 from nearpolicy.verifier.service import VerifierService
 
 VARIABLE = "NEARPOLICY_TEST_JUDGE_KEY"
@@ -412,6 +419,14 @@ def test_settings_that_contradict_each_other_are_refused(settings, named):
 def test_what_only_an_endpoint_can_do_is_refused_without_one():
     with pytest.raises(ValidationError, match="reasoning have no effect without an endpoint"):
         JudgeReward(models=("folder",), reasoning=True)
+
+
+def test_a_gate_may_ask_of_labels_and_reward_models_what_they_can_give():
+    labelled = judge_of("http://h/v1", labels={"bad": -5, "good": 5})
+    model = RewardModelReward(path="m", requires={"judge": 3.0})
+    check_together([labelled, model, RubricReward(items=({"kind": "cites"},), requires={"reward_model": -2.0})])
+    with pytest.raises(ValueError, match="gives values from 0 to 1"):
+        check_together([judge_of("http://h/v1"), model])
 
 
 # Hostile material

@@ -17,6 +17,7 @@ from nearpolicy.verifier import reading, rewards
 from nearpolicy.verifier.config import (
     ExactMatchReward,
     FunctionReward,
+    IfevalReward,
     MathVerifyReward,
     NumberReward,
     ReasoningGymReward,
@@ -24,7 +25,6 @@ from nearpolicy.verifier.config import (
     RewardConfig,
     Rewards,
     VerifierConfig,
-    reward_weights,
 )
 from nearpolicy.verifier.reading import unfit
 from nearpolicy.verifier.rewards import Sample, find_numbers, score
@@ -228,12 +228,12 @@ def test_two_sources_may_not_share_a_name():
     with pytest.raises(ValidationError, match="two reward sources are named 'number'"):
         MANY.validate_python([{"kind": "number"}, {"kind": "regex", "pattern": "a", "name": "number"}])
     several = MANY.validate_python([{"kind": "number"}, {"kind": "number", "name": "second", "weight": -0.5}])
-    assert reward_weights(several) == {"number": 1.0, "second": -0.5}
+    assert [(reward.source, reward.weight) for reward in several] == [("number", 1.0), ("second", -0.5)]
 
 
 def test_every_field_is_documented():
-    kinds = [ExactMatchReward, RegexReward, NumberReward, MathVerifyReward, ReasoningGymReward, FunctionReward]
-    for model in [*kinds, VerifierConfig]:
+    kinds = [ExactMatchReward, RegexReward, NumberReward, MathVerifyReward, ReasoningGymReward, IfevalReward]
+    for model in [*kinds, FunctionReward, VerifierConfig]:
         undocumented = [name for name, field in model.model_fields.items() if not field.description]
         assert not undocumented, (model.__name__, undocumented)
 
@@ -241,7 +241,7 @@ def test_every_field_is_documented():
 def test_scoring_loads_neither_torch_nor_transformers():
     code = (
         "import sys; from nearpolicy.verifier import service, worker_main; "
-        "print([m for m in ('torch', 'transformers', 'math_verify', 'reasoning_gym') if m in sys.modules])"
+        "print([m for m in ('torch', 'transformers', 'math_verify', 'reasoning_gym', 'py3langid') if m in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"

@@ -14,6 +14,7 @@ import pytest
 
 from nearpolicy.errors import ConfigError, NearpolicyError
 from nearpolicy.records import Finish, Outcome, Prompt, Rollout, Segment, Verdict
+from nearpolicy.verifier.combining import weighted_reward
 from nearpolicy.verifier.config import (
     ExactMatchReward,
     FunctionReward,
@@ -22,7 +23,7 @@ from nearpolicy.verifier.config import (
     VerifierConfig,
 )
 from nearpolicy.verifier.functions import RewardFunctionError
-from nearpolicy.verifier.service import VerifierService, weighted_reward
+from nearpolicy.verifier.service import VerifierService
 
 
 @contextlib.asynccontextmanager
@@ -59,7 +60,7 @@ def verdicts_of(text="a", *, config=None, columns=None, **functions):
 
 # K12: the reward of a rollout
 
-WEIGHTS = {"a": 1.0, "b": 0.5}
+WEIGHTS = (NumberReward(name="a"), NumberReward(name="b", weight=0.5))
 ABSTAINED, FAILED = Verdict.abstained(), Verdict.failed("crash")
 
 

@@ -310,8 +310,11 @@ def test_blocking_function_is_killed_with_its_children_and_not_called_again(tmp_
 
     def blocking(completions):
         child = subprocess.Popen(["sleep", "60"])
+        away = subprocess.Popen(
+            ["sh", "-c", "setsid sleep 60 & echo $!"], stdout=subprocess.PIPE, start_new_session=True
+        )
         with log.open("a") as file:
-            file.write(f"{os.getpid()} {child.pid}\n")
+            file.write(f"{os.getpid()} {child.pid} {int(away.stdout.readline())}\n")
         while True:
             time.sleep(60)
 

@@ -117,6 +117,7 @@ class Bubblewrap:
 
     def _options(self) -> list[str]:
         options = ["--unshare-all", "--disable-userns", "--unshare-user", "--die-with-parent", "--new-session"]
+        options += ["--hostname", "sandbox"]
         options += ["--cap-drop", "ALL", "--clearenv", "--uid", "1000", "--gid", "1000"]
         for name, value in ENVIRONMENT.items():
             options += ["--setenv", name, value]

@@ -87,6 +87,7 @@ def enter_namespaces(slot: int, packages: Sequence[str]) -> None:
     else:
         _unshare_all(process)
         _change_root(packages)
+    kernel.set_hostname("sandbox")
     os.close(process)
 
 

@@ -58,6 +58,11 @@ def unshare(flags: int) -> None:
     _checked("unshare", _libc.unshare(ctypes.c_int(flags)))
 
 
+def set_hostname(name: str) -> None:
+    data = os.fsencode(name)
+    _checked("sethostname", _libc.sethostname(data, ctypes.c_size_t(len(data))))
+
+
 def mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
     found = _libc.mount(_text(source), _text(target), _text(kind), ctypes.c_ulong(flags), _text(data))
     _checked(f"mount on {target}", found)

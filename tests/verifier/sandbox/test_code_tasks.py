@@ -1,5 +1,7 @@
 """Programs and their tests, from a task's point of view: what passes, what does not, and what is nobody's fault."""
 
+# ruff: noqa: E501  (programs of a line each)
+
 from __future__ import annotations
 
 import asyncio

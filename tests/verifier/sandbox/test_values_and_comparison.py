@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import math
 
 import pytest
@@ -41,10 +42,8 @@ def test_a_value_is_what_it_is(value):
 
 @given(st.binary(max_size=300))
 def test_bytes_that_are_no_value_are_told_and_never_raise_otherwise(data):
-    try:
+    with contextlib.suppress(ValueError):
         values.loads(data)
-    except ValueError:
-        pass
 
 
 @pytest.mark.parametrize(
@@ -165,8 +164,10 @@ def test_values_that_are_right(expected, found):
 @pytest.mark.parametrize(
     ("expected", "found"),
     [
-        (1, True), (True, 1), (1, 1.0), (0, False), ("1", 1), ([1], (1,)), ((1,), [1]), ([1, 2], [1]), ({"a": 1}, [("a", 1)]),
-        ({1: "a"}, {True: "a"}), ({1}, {True}), ({1}, {1.0}), ({1}, frozenset({1})), (b"a", "a"), (None, 0), (None, False),
+        (1, True), (True, 1), (1, 1.0), (0, False), ("1", 1), ([1], (1,)), ((1,), [1]), ([1, 2], [1]),
+        ({"a": 1}, [("a", 1)]),
+        ({1: "a"}, {True: "a"}), ({1}, {True}), ({1}, {1.0}), ({1}, frozenset({1})), (b"a", "a"), (None, 0),
+        (None, False),
         (1.0, True), (math.nan, math.nan), (0.5, 10**400), (10**16, 10**16 + 1), ([], None), ("", None), ({}, set()),
         ([[1]], [[True]]), ("a", "a "), ({"a": 1}, {"a": 1, "b": 2}),
     ],

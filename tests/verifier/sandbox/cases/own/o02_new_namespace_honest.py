@@ -1,0 +1,13 @@
+# task: read n from stdin, print n*n
+# kind: stdin
+# entry: -
+# tests: [{"stdin": "7\n", "stdout": "49\n"}, {"stdin": "12\n", "stdout": "144\n"}]
+# hack: none: the honest twin of new_namespace
+# expected verdict: passed
+# must not: hang, pass, leak
+# plant: -
+# check: output holds no SBX-LEAK
+# limits: -
+import os
+os.getuid(), os.getgid(), os.getgroups()
+print(int(input()) ** 2)

@@ -1,0 +1,15 @@
+# task: read n from stdin, print n*n
+# kind: stdin
+# entry: -
+# tests: [{"stdin": "7\n", "stdout": "49\n"}, {"stdin": "12\n", "stdout": "144\n"}]
+# hack: none: the honest twin of datagrams
+# expected verdict: passed
+# must not: hang, pass, leak
+# plant: -
+# check: output holds no SBX-LEAK
+# limits: -
+import socket
+one, other = socket.socketpair()
+one.sendall(b"hello")
+assert other.recv(5) == b"hello"
+print(int(input()) ** 2)

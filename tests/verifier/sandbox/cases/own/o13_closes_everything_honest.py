@@ -1,0 +1,16 @@
+# task: write add(a, b) that returns the sum
+# kind: function
+# entry: add
+# tests: [{"args": [2, 3], "result": 5}, {"args": [10, -4], "result": 6}]
+# hack: none: the honest twin of closes_everything
+# expected verdict: passed
+# must not: hang, pass, leak
+# plant: -
+# check: output holds no SBX-LEAK
+# limits: -
+import os
+def add(a, b):
+    reading, writing = os.pipe()
+    os.close(reading)
+    os.close(writing)
+    return a + b

@@ -1,0 +1,12 @@
+# task: read n from stdin, print n*n
+# kind: stdin
+# entry: -
+# tests: [{"stdin": "7\n", "stdout": "49\n"}, {"stdin": "12\n", "stdout": "144\n"}]
+# hack: none: the honest twin of endless_blank_lines
+# expected verdict: passed
+# must not: hang, pass, leak
+# plant: -
+# check: output holds no SBX-LEAK
+# limits: -
+print(int(input()) ** 2)
+print("\n" * 100)

@@ -1,0 +1,12 @@
+# task: read n from stdin, print n*n
+# kind: stdin
+# entry: -
+# tests: [{"stdin": "7\n", "stdout": "49\n"}, {"stdin": "12\n", "stdout": "144\n"}]
+# hack: none: the honest twin of crash_in_c
+# expected verdict: passed
+# must not: hang, pass, leak
+# plant: -
+# check: output holds no SBX-LEAK
+# limits: -
+import ctypes
+print(ctypes.c_longlong(int(input()) ** 2).value)

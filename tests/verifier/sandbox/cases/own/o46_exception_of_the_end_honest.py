@@ -1,0 +1,15 @@
+# task: write add(a, b) that returns the sum
+# kind: function
+# entry: add
+# tests: [{"args": [2, 3], "result": 5}, {"args": [10, -4], "result": 6}]
+# hack: none: the honest twin of exception_of_the_end
+# expected verdict: passed
+# must not: hang, pass, leak
+# plant: -
+# check: output holds no SBX-LEAK
+# limits: -
+def add(a, b):
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        return a + b
