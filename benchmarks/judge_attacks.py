@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "verifier"))
 from fake_endpoint import KEY, blocks, everything, is_probe, outside, serving, verdict
 
-from nearpolicy.launch.calibrate import calibrated
+from nearpolicy.launch.calibrate import Plan, calibrated
 from nearpolicy.launch.calibrate_data import Labelled, read_labelled
 from nearpolicy.verifier.config import JudgeReward, VerifierConfig
 
@@ -43,8 +43,7 @@ def measured(reads: Callable[[dict[str, Any]], str], labelled: Labelled, attacks
 
     with serving(respond) as fake:
         reward = JudgeReward(endpoint={"base_url": fake.url, "api_key_env": VARIABLE}, models=("rules",))
-        settings = {"tie": 0.0, "threshold": 0.5, "own": None, "rounds": 200, "seed": 0}
-        return asyncio.run(calibrated(reward, VerifierConfig(), labelled, attacks=attacks, **settings))
+        return asyncio.run(calibrated(reward, VerifierConfig(), labelled, Plan(attacks=attacks, rounds=200)))
 
 
 def main() -> None:

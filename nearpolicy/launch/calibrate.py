@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from nearpolicy.errors import ConfigError, UserError
+from nearpolicy.launch.progress import progress
 from nearpolicy.visible import visible
 
 if TYPE_CHECKING:
@@ -25,6 +26,19 @@ if TYPE_CHECKING:
     from nearpolicy.verifier.config import RewardConfig, VerifierConfig
 
 TASK = "calibrate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How a reward is measured."""
+
+    attacks: int = 20
+    """Wrong answers that every attack is tried on."""
+    tie: float = 0.0
+    threshold: float = 0.5
+    own: str | None = None
+    rounds: int = 1000
+    seed: int = 0
 
 
 def command(
@@ -50,11 +64,9 @@ def command(
 
     config, verifier = reward_in(reward, name)
     labelled = read_labelled(data, limit, seed)
-    found = asyncio.run(
-        calibrated(
-            config, verifier, labelled, attacks=attacks, tie=tie, threshold=threshold, own=own, rounds=rounds, seed=seed
-        )
-    )
+    plan = Plan(attacks=attacks, tie=tie, threshold=threshold, own=own, rounds=rounds, seed=seed)
+    with progress(verdicts_needed(config, labelled, attacks), print) as advance:
+        found = asyncio.run(calibrated(config, verifier, labelled, plan, advance))
     print("\n".join(visible(line) for line in table(found)))
     print(json.dumps({"reward": config.source, "data": str(data), **found}, allow_nan=False))
 
@@ -91,19 +103,29 @@ def _reward(given: Mapping[str, Any], path: Path) -> RewardConfig:
         raise ConfigError("\n".join(f"{path}: {place}: {what}" for place, what in places)) from None
 
 
+def _against(reward: RewardConfig) -> str | None:
+    """The column of the other answer, for a reward that compares two."""
+    return getattr(reward, "against_column", None)
+
+
+def verdicts_needed(reward: RewardConfig, labelled: Labelled, attacks: int) -> int:
+    """How many a calibration asks for."""
+    from nearpolicy.launch.calibrate_measure import wrong_answers
+    from nearpolicy.verifier.attacks import ATTACKS
+
+    per_pair = 1 if _against(reward) is not None else 2
+    per_wrong = 1 + len(ATTACKS) + (1 if labelled.pairs and per_pair == 2 else 0)
+    return len(labelled.pairs) * per_pair + len(labelled.items) + len(wrong_answers(labelled, attacks, 0)) * per_wrong
+
+
 async def calibrated(
     reward: RewardConfig,
     verifier: VerifierConfig,
     labelled: Labelled,
-    *,
-    attacks: int,
-    tie: float,
-    threshold: float,
-    own: str | None,
-    rounds: int,
-    seed: int,
+    plan: Plan,
+    advance: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Everything that is measured, as plain data."""
+    """Everything that is measured, as plain data. ``advance`` is called after each verdict."""
     from nearpolicy.launch import calibrate_measure as measure
     from nearpolicy.records import Prompt, Rollout, Verdict
     from nearpolicy.verifier.service import VerifierService
@@ -113,21 +135,21 @@ async def calibrated(
     async def score(prompt: str, answer: str, columns: Mapping[str, object]) -> Verdict:
         rollout = Rollout(sample=0, segments=(), text=answer, numerics="exact")
         asked = Prompt(id=TASK, task=TASK, text=prompt, columns=columns)
-        return (await service.score(asked, rollout))[reward.source]
+        verdict = (await service.score(asked, rollout))[reward.source]
+        advance()
+        return verdict
 
-    judging = measure.Judging(
-        score=score, against=getattr(reward, "against_column", None), tie=tie, rounds=rounds, seed=seed
-    )
+    judging = measure.Judging(score=score, against=_against(reward), tie=plan.tie, rounds=plan.rounds, seed=plan.seed)
     try:
         await service.start()
         if labelled.pairs:
             pairs = await measure.judged_pairs(judging, labelled.pairs)
-            report, judged = measure.pair_report(judging, pairs, own), len(pairs)
+            report, judged = measure.pair_report(judging, pairs, plan.own), len(pairs)
         elif judging.against is not None:
             raise UserError("a reward with against_column compares answers: give it pairs, not single answers")
         else:
-            report, judged = await measure.item_report(judging, labelled.items, threshold)
-        wrong = measure.wrong_answers(labelled, attacks, seed)
+            report, judged = await measure.item_report(judging, labelled.items, plan.threshold)
+        wrong = measure.wrong_answers(labelled, plan.attacks, plan.seed)
         results = await measure.attacked(judging, wrong, best_verdict(reward)) if wrong else []
     finally:
         await service.close()
