@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nearpolicy.launch.sizes import ModelShape
     from nearpolicy.models.tokenizer import Renderer
     from nearpolicy.tasks.mixture import Mixture, TaskData
-    from nearpolicy.verifier.config import RewardConfig
+    from nearpolicy.verifier.config import CodeReward, RewardConfig
     from nearpolicy.verifier.functions import UserFunction
 
 Lines = Iterator[tuple[str, str]]
@@ -239,8 +239,22 @@ def _rewards(config: RunConfig, functions: Mapping[str, UserFunction]) -> Lines:
                 reads = f", reads {', '.join(function.columns)}" if function.columns else ""
                 shape = {"trl": "TRL"}.get(function.shape.value, function.shape.value)
                 yield f"reward {reward.source}", f"{where}{reward.path}, {shape} shape{reads}"
+            if reward.kind == "code":
+                yield f"reward {reward.source}", where + _programs(reward, config)
         if task.held_out:
             yield "held-out accuracy", where + _judge(task.rewards[0])
+
+
+def _programs(reward: CodeReward, config: RunConfig) -> str:
+    """How the programs of a reward are kept in, as far as it is known before they are."""
+    verifier, limits = config.verifier, reward.limits
+    trust = "; TOGETHER WITH ITS TESTS, which it can cheat" if reward.trust == "together" else ""
+    tried = ", tried by an attack at the start" if verifier.isolation != "none" else ": NOT ISOLATED"
+    wall_s = limits.wall_s or 2 * limits.cpu_s + 2
+    return (
+        f"programs, isolation {verifier.isolation}{tried}; {verifier.workers} at a time, each test at most "
+        f"{limits.cpu_s:g} s of processor time, {wall_s:g} s, {limits.memory_mib} MiB{trust}"
+    )
 
 
 def _judge(reward: RewardConfig) -> str:

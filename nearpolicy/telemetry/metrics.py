@@ -89,6 +89,7 @@ METRICS: Mapping[str, str] = {
     "throughput/tokens_per_s": "consumed tokens per second of wall time",
     "utilisation/<role>": "share of the step's wall time in which the role computed: generator, learner, verifier",
     "memory/peak_mb": "peak memory of the main process so far, in MiB",
+    "verifier/unisolated": "1 if programs of the policy run with the rights of the trainer, 0 if they are kept in",
     "verifier/judged": "rollouts judged since the step before",
     "verifier/latency_p<q>_s": "quantile of the seconds from a rollout's end to its verdicts: 50, 95, 99 %",
     "verifier/queue_p95_s": "95 % quantile of the seconds that a rollout waited for a worker of the verifier",
