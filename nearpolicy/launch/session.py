@@ -32,6 +32,7 @@ from nearpolicy.store.folder import RunFolder, create_run_folder, remove_run
 from nearpolicy.store.reader import RunReader
 from nearpolicy.store.writer import SqliteStore
 from nearpolicy.telemetry.events import Recorder
+from nearpolicy.telemetry.integrity import Monitors
 from nearpolicy.telemetry.metrics import MetricsWriter
 from nearpolicy.telemetry.sinks import open_sinks, require_sinks
 from nearpolicy.telemetry.trace import Trace
@@ -137,6 +138,7 @@ class Session:
         self.folder.config.write_text(dump_resolved(config), encoding="utf-8")
         sinks = open_sinks(config.telemetry.sinks, self.folder.path, plain)
         closing.callback(sinks.close)
+        self.monitors = Monitors(config.monitors)
         self.telemetry = Recorder(
             self.store,
             wall_anchor=self.store.wall_anchor,
@@ -401,8 +403,13 @@ class Session:
         busy["verifier"] = times["time/verify_s"] / self.config.verifier.workers
         if (kept_in := self.verifier.isolation) is not None:
             metrics["verifier/unisolated"] = float(kept_in.isolation == UNISOLATED)
+        metrics |= self.verifier.flip_rates() | self.monitors.jump(metrics)
         metrics |= {f"utilisation/{role}": seconds / metrics["time/step_s"] for role, seconds in busy.items()}
         self.telemetry.log_step(step, metrics)
+        for alarm in self.monitors.observe(step, metrics):
+            self.say(f"alarm: {alarm.text}" + ("; the run ends" if alarm.stop else ""))
+            if alarm.stop:
+                self.stop()
         if self.on_step is not None:
             self.on_step(step, metrics)
 
@@ -435,6 +442,7 @@ class Session:
                 "p99": _largest(lines, "mismatch/logprob_diff_p99"),
                 "max": _largest(lines, "mismatch/logprob_diff_max"),
             },
+            "alarms": [alarm.text for alarm in self.monitors.alarms],
             "packages": self.packages,
         }
         self.folder.write_summary(summary)
