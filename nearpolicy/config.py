@@ -28,7 +28,7 @@ from nearpolicy.settings import ConfigModel, PathText, Seed
 from nearpolicy.store.config import LONGEST_RUN_NAME, RUN_NAME, RUN_NAME_RULE, StoreConfig
 from nearpolicy.sync.config import SyncConfig
 from nearpolicy.tasks.config import TaskConfig
-from nearpolicy.telemetry.config import TelemetryConfig
+from nearpolicy.telemetry.config import MonitorConfig, TelemetryConfig
 from nearpolicy.verifier.config import VerifierConfig
 from nearpolicy.visible import visible
 
@@ -120,6 +120,8 @@ class RunConfig(ConfigModel):
     """The durable record."""
     telemetry: TelemetryConfig = TelemetryConfig()
     """Where metrics go."""
+    monitors: list[MonitorConfig] = Field(default_factory=list)
+    """Metrics that raise an alarm."""
     runtime: RuntimeConfig = RuntimeConfig()
     """Where the roles live."""
 

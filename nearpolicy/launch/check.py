@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nearpolicy.launch.sizes import ModelShape
     from nearpolicy.models.tokenizer import Renderer
     from nearpolicy.tasks.mixture import Mixture, TaskData
-    from nearpolicy.verifier.config import RewardConfig
+    from nearpolicy.verifier.config import CodeReward, RewardConfig
     from nearpolicy.verifier.functions import UserFunction
     from nearpolicy.verifier.learned_config import JudgingConfig
 
@@ -252,6 +252,8 @@ def _rewards(config: RunConfig, functions: Mapping[str, UserFunction]) -> Lines:
                 reads = f", reads {', '.join(function.columns)}" if function.columns else ""
                 shape = {"trl": "TRL"}.get(function.shape.value, function.shape.value)
                 yield f"reward {reward.source}", f"{where}{reward.path}, {shape} shape{reads}"
+            elif reward.kind == "code":
+                yield f"reward {reward.source}", where + _programs(reward, config)
             elif (judging := getattr(reward, "judge", reward)) is not None and hasattr(judging, "endpoint"):
                 yield f"reward {reward.source}", where + _panel(judging)
         if task.held_out:
@@ -260,11 +262,24 @@ def _rewards(config: RunConfig, functions: Mapping[str, UserFunction]) -> Lines:
 
 def _panel(judging: JudgingConfig) -> str:
     """Who judges, how often and for how much."""
-    endpoint, asked = judging.endpoint, len(judging.models) * judging.samples
+    orders = 2 if getattr(judging, "against_column", None) is not None else 1
+    endpoint, asked = judging.endpoint, len(judging.models) * judging.samples * orders
     if endpoint is None:
         return f"{', '.join(judging.models)}, in a process of their own, by the log-probabilities of their answers"
     money = "" if endpoint.budget is None else f", at most {endpoint.budget:g} spent"
     return f"{', '.join(judging.models)} at {endpoint.base_url}, {count(asked, 'request')} per completion{money}"
+
+
+def _programs(reward: CodeReward, config: RunConfig) -> str:
+    """How the programs of a reward are kept in, as far as it is known before they are."""
+    verifier, limits = config.verifier, reward.limits
+    trust = "; TOGETHER WITH ITS TESTS, which it can cheat" if reward.trust == "together" else ""
+    tried = ", tried by an attack at the start" if verifier.isolation != "none" else ": NOT ISOLATED"
+    wall_s = limits.wall_s or 2 * limits.cpu_s + 2
+    return (
+        f"programs, isolation {verifier.isolation}{tried}; {verifier.workers} at a time, each test at most "
+        f"{limits.cpu_s:g} s of processor time, {wall_s:g} s, {limits.memory_mib} MiB{trust}"
+    )
 
 
 def _judge(reward: RewardConfig) -> str:

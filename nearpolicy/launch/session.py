@@ -32,10 +32,12 @@ from nearpolicy.store.folder import RunFolder, create_run_folder, remove_run
 from nearpolicy.store.reader import RunReader
 from nearpolicy.store.writer import SqliteStore
 from nearpolicy.telemetry.events import Recorder
+from nearpolicy.telemetry.integrity import Monitors
 from nearpolicy.telemetry.metrics import MetricsWriter
 from nearpolicy.telemetry.sinks import open_sinks, require_sinks
 from nearpolicy.telemetry.trace import Trace
 from nearpolicy.verifier.combining import weighted_reward
+from nearpolicy.verifier.sandbox.ladder import UNISOLATED, Opened
 from nearpolicy.verifier.service import VerifierService
 
 if TYPE_CHECKING:
@@ -100,6 +102,14 @@ class Session:
         )
         closing.push_async_callback(self.verifier.close)
         await self.verifier.start()
+        if (kept_in := self.verifier.isolation) is not None:
+            self._tell_isolation(kept_in)
+
+    def _tell_isolation(self, kept_in: Opened) -> None:
+        if kept_in.isolation == UNISOLATED:
+            self.say("warning: programs of the policy run with the rights of this process (verifier.isolation: none)")
+        for reason in kept_in.passed_over:
+            self.say(f"programs are kept in by {kept_in.isolation} only; {reason}")
 
     def _read_data_and_model(self) -> None:
         from nearpolicy.launch import build
@@ -128,6 +138,7 @@ class Session:
         self.folder.config.write_text(dump_resolved(config), encoding="utf-8")
         sinks = open_sinks(config.telemetry.sinks, self.folder.path, plain)
         closing.callback(sinks.close)
+        self.monitors = Monitors(config.monitors)
         self.telemetry = Recorder(
             self.store,
             wall_anchor=self.store.wall_anchor,
@@ -390,8 +401,15 @@ class Session:
         busy = {"generator": times["time/generate_s"], "learner": metrics["time/learn_s"]}
         metrics = {**metrics, **times, **self.telemetry.judging_times(), "memory/peak_mb": peak_memory_mb()}
         busy["verifier"] = times["time/verify_s"] / self.config.verifier.workers
+        if (kept_in := self.verifier.isolation) is not None:
+            metrics["verifier/unisolated"] = float(kept_in.isolation == UNISOLATED)
+        metrics |= self.verifier.flip_rates() | self.monitors.jump(metrics)
         metrics |= {f"utilisation/{role}": seconds / metrics["time/step_s"] for role, seconds in busy.items()}
         self.telemetry.log_step(step, metrics)
+        for alarm in self.monitors.observe(step, metrics):
+            self.say(f"alarm: {alarm.text}" + ("; the run ends" if alarm.stop else ""))
+            if alarm.stop:
+                self.stop()
         if self.on_step is not None:
             self.on_step(step, metrics)
 
@@ -415,6 +433,7 @@ class Session:
             "memory_mb": {owner: round(size, 1) for owner, size in self.memory.items()},
             "helper_processes_mb": [round(size, 1) for size in helpers_peak_memory_mb()],
             "numerics": self.model.mode,
+            "isolation": kept_in.isolation if (kept_in := self.verifier.isolation) is not None else None,
             "held_out": {"before": before, "after": after},
             "ledger": {fate.value: ledger.get(fate, 0) for fate in Fate},
             "staleness": {"mean": _mean(lines, "staleness/mean"), "max": _largest(lines, "staleness/max")},
@@ -423,6 +442,7 @@ class Session:
                 "p99": _largest(lines, "mismatch/logprob_diff_p99"),
                 "max": _largest(lines, "mismatch/logprob_diff_max"),
             },
+            "alarms": [alarm.text for alarm in self.monitors.alarms],
             "packages": self.packages,
         }
         self.folder.write_summary(summary)

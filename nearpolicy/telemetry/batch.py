@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from nearpolicy.records import BASELINE, Batch, Fate, Outcome, StepReport
+from nearpolicy.telemetry.integrity import integrity_metrics
 
 
 def token_fates(batch: Batch, report: StepReport) -> dict[tuple[int, int], dict[Fate, int]]:
@@ -53,6 +54,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "batch/groups": float(len(batch.groups)),
         "batch/tokens": float(sum(lengths)),
     }
+    metrics |= integrity_metrics(batch)
     metrics |= {f"reward/{name}": _mean(values) for name, values in _by_source(batch).items()}
     metrics |= {f"verifier/{name}/failed_share": _mean(values) for name, values in _failures(batch).items()}
     for task in sorted({group.admission.prompt.task for group in batch.groups}):

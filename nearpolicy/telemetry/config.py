@@ -1,12 +1,13 @@
-"""Where metrics go besides the run folder."""
+"""Where metrics go besides the run folder, and which of them raise an alarm."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, NonNegativeInt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from nearpolicy.settings import ConfigModel
+from nearpolicy.telemetry.metrics import unknown_names
 
 
 class TelemetryConfig(ConfigModel):
@@ -17,3 +18,26 @@ class TelemetryConfig(ConfigModel):
     profile: NonNegativeInt = 0
     """Write `trace.json` into the run folder: what each role did when during this many steps, every decode step and
     phase. Perfetto (ui.perfetto.dev) opens it. 0 writes none."""
+
+
+class MonitorConfig(ConfigModel):
+    """An entry of `monitors`: a metric that says when something is wrong."""
+
+    metric: str
+    """Name of a metric (docs/metrics.md), as in `metrics.jsonl`."""
+    above: float | None = None
+    """Alarm when it is larger."""
+    below: float | None = None
+    """Alarm when it is smaller."""
+    steps: PositiveInt = 1
+    """For so many steps in a row; a step without the metric does not count."""
+    action: Literal["warn", "stop"] = "warn"
+    """warn: say it, once until it has gone. stop: end the run after the step as well, with what was learned."""
+
+    @model_validator(mode="after")
+    def _says_when(self) -> Self:
+        if self.above is None and self.below is None:
+            raise ValueError(f"the monitor of {self.metric} says neither above nor below; set one of them")
+        if unknown_names([self.metric]):
+            raise ValueError(f"{self.metric!r} is no metric; docs/metrics.md lists them")
+        return self

@@ -52,6 +52,12 @@ class VerdictCache:
         return found
 
 
+def is_chosen(key: str, sample: Sample, share: float) -> bool:
+    """Whether a sample belongs to a share of all, always the same ones."""
+    text = f"{key}\n{sample.text}".encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big") < share * 2**32
+
+
 def _name(key: str, sample: Sample) -> bytes | None:
     """A digest of all that a verdict may depend on; None for a row that cannot be written down."""
     try:

@@ -205,12 +205,15 @@ class CodeGrader:
 
 
 def verdict_of(found: Grade, score: str, audit: Grade | None = None) -> Verdict:
-    """Parts: `passed` (1 or 0), `share` of tests passed if all were run, and `audit` of those that passed."""
+    """Parts: 1 or 0 for each verdict there is, `share` of tests passed if all were run, and `audit` of those that
+    passed."""
     if found.verdict is CodeVerdict.SANDBOX_FAILURE:
         return Verdict.failed(f"{found.verdict}: {found.reason}")
     passed = float(found.verdict is CodeVerdict.PASSED)
     share = found.passed / found.tests
-    parts = {"passed": passed} | ({"share": share} if score == "share" else {})
+    judged = [each for each in CodeVerdict if each is not CodeVerdict.SANDBOX_FAILURE]
+    parts = {str(each): float(found.verdict is each) for each in judged}
+    parts |= {"share": share} if score == "share" else {}
     if audit is not None and audit.verdict is not CodeVerdict.SANDBOX_FAILURE:
         parts["audit"] = float(audit.verdict is CodeVerdict.PASSED)
     reason = "" if passed else f"{found.verdict}" + (f": {found.reason}" if found.reason else "")

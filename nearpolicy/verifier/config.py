@@ -325,6 +325,9 @@ class VerifierConfig(ConfigModel):
     """Limit of judging one completion by one reward source, waiting for a worker included; then it has failed."""
     cache: int = Field(default=10_000, ge=0, le=10_000_000)
     """Verdicts remembered: the same completion of the same row is judged once, unless by a user function."""
+    recheck: float = Field(default=0.01, ge=0, le=1)
+    """Share of completions that worker processes and the sandbox judge a second time, past the cache, to see whether
+    verdicts are steady (``verifier/<source>/flip_rate``); the first verdict counts. Not for user functions."""
     isolation: Literal["auto", "namespaces", "landlock", "bubblewrap", "remote", "none"] = "auto"
     """How programs are kept in, for rewards of kind `code`; auto is the strongest of namespaces and landlock that
     withstands an attack at the start. bubblewrap is a slower reference; remote is a service at ``sandbox_url``."""

@@ -25,7 +25,7 @@ from typing import Any
 from nearpolicy.errors import ConfigError, NearpolicyError, VerifierError
 from nearpolicy.records import Outcome, Prompt, Rollout, Verdict
 from nearpolicy.verifier import functions, rewards
-from nearpolicy.verifier.cache import VerdictCache, is_deterministic
+from nearpolicy.verifier.cache import VerdictCache, is_chosen, is_deterministic
 from nearpolicy.verifier.code import CodeGrader
 from nearpolicy.verifier.combining import with_gates_shown
 from nearpolicy.verifier.config import (
@@ -78,6 +78,7 @@ class VerifierService:
         self._learned = LearnedScorers(on_event)
         self._cache = VerdictCache(config.cache)
         self._failures = FailureRate()
+        self._flips = FlipRates()
         self._tasks = tasks
         self._sources: dict[str, list[_Source]] = {}
         for task, task_rewards in tasks.items():
@@ -86,6 +87,10 @@ class VerifierService:
             except ValueError as error:
                 raise ConfigError(f"task {task!r}: {error}") from None
             self._sources[task] = [_source(task, reward, config, at_hand or {}) for reward in task_rewards]
+
+    def flip_rates(self) -> dict[str, float]:
+        """``verifier/<source>/flip_rate`` of what has been judged twice so far."""
+        return self._flips.rates()
 
     @property
     def isolation(self) -> Opened | None:
@@ -165,6 +170,8 @@ class VerifierService:
         ))  # fmt: skip
         if isinstance(source.scorer, CodeReward | LearnedReward):
             self._failures.count(source.key, verdict)
+        if source.may_flip and is_chosen(source.key, sample, self._config.recheck):
+            self._flips.count(source.name, verdict, await self._bounded(source, sample, lambda: None))
         return verdict, began - asked
 
     async def _bounded(self, source: _Source, sample: Sample, started: Callable[[], None]) -> Verdict:
@@ -188,6 +195,22 @@ class VerifierService:
             return replace(verdict, seconds=time.perf_counter() - begin)
         assert self._pool is not None
         return await self._pool.score(source.key, sample, _controls(source.scorer, sample), started)
+
+
+class FlipRates:
+    """How often a second look at a completion gives another score; failures say nothing about that."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, list[int]] = {}
+
+    def count(self, source: str, first: Verdict, second: Verdict) -> None:
+        if first.outcome is Outcome.SCORED and second.outcome is Outcome.SCORED:
+            counts = self._counts.setdefault(source, [0, 0])
+            counts[0] += 1
+            counts[1] += first.value != second.value
+
+    def rates(self) -> dict[str, float]:
+        return {f"verifier/{source}/flip_rate": flips / looks for source, (looks, flips) in self._counts.items()}
 
 
 class FailureRate:
@@ -227,6 +250,11 @@ class _Source:
     scorer: UserFunction | BuiltIn | CodeReward | LearnedReward
     in_worker: bool
     deterministic: bool
+
+    @property
+    def may_flip(self) -> bool:
+        """Whether a second look could differ, and costs nothing but time: a function of a user may do anything."""
+        return self.deterministic and (self.in_worker or isinstance(self.scorer, CodeReward))
 
 
 def _source(

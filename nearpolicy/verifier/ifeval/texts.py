@@ -66,6 +66,7 @@ _END = re.compile(
 )
 _LOOK_BACK = 24
 """Characters before a full stop that tell whether it ends a sentence."""
+_OPENING = "\"'\u2018\u201c([{*_~`"
 _NUMBERING = re.compile(r"(?:\A|\n)[\s>#*_-]*(?:\d{1,3}|[A-Za-z])\Z")
 _DOTTED = re.compile(r"(?:\w\.)+\w\Z")
 
@@ -106,9 +107,11 @@ def _ends_sentence(text: str, match: re.Match[str]) -> bool:
         return True
     start = match.start()
     before = text[max(0, start - _LOOK_BACK) : start]
+    if not before[-1:].isalnum():
+        return True
     if _NUMBERING.search(before if start <= _LOOK_BACK else "\x00" + before):  # \A is the beginning of the text only
         return False
-    word = before.split()[-1].lstrip("\"'\u2018\u201c([{*_~`") if before.strip() else ""
+    word = before.split()[-1].lstrip(_OPENING)
     if word.lower() in _TITLES or (len(word) == 1 and word.isalpha() and word != "I" and after.isupper()):
         return False
     if word.lower() in _SHORT_FORMS or _DOTTED.match(word):
@@ -118,4 +121,4 @@ def _ends_sentence(text: str, match: re.Match[str]) -> bool:
 
 def _next_character(text: str, place: int) -> str:
     """The first character behind white space, quotes and brackets; empty at the end. Looks a few characters ahead."""
-    return text[place : place + _LOOK_BACK].lstrip(" \t\n\"'\u2018\u201c([{*_~`")[:1]
+    return text[place : place + _LOOK_BACK].lstrip(" \t\n" + _OPENING)[:1]

@@ -255,7 +255,7 @@ class Running:
                 await asyncio.to_thread(os.write, self._reply, reply)
 
     def _too_long(self) -> None:
-        self._starved = _starved(self._pidfd, self._run.limits.wall)
+        self._starved = is_starved(*_processor_times(self._pidfd), self._run.limits.wall)
         self._stop("wall")
 
     def _too_much(self) -> None:
@@ -305,17 +305,19 @@ class Running:
         )
 
 
-def _starved(pidfd: int, wall_s: float) -> bool:
-    """Whether the kernel says that a run mostly waited for a processor. A sleeping program does not wait for one, and a
-    program that spins on many threads gets its share."""
+def is_starved(computed_s: float, waited_s: float, wall_s: float) -> bool:
+    """Whether a run mostly waited for a processor. A sleeping program does not wait for one; a program whose threads
+    keep each other waiting has computed meanwhile."""
+    return waited_s > STARVED_SHARE * wall_s and computed_s < STARVED_SHARE * wall_s
+
+
+def _processor_times(pidfd: int) -> tuple[float, float]:
+    """Seconds that a process has computed, on all threads, and that the one of them waited that waited longest; as the
+    kernel's scheduler counts them. Zeros if it does not tell."""
     try:
         info = Path(f"/proc/self/fdinfo/{pidfd}").read_text()
         pid = int(next(line for line in info.splitlines() if line.startswith("Pid:")).split()[1])
-        computed = waited = 0
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            on, waiting, _ = map(int, (task / "schedstat").read_text().split())
-            computed += on
-            waited = max(waited, waiting)
+        threads = [(task / "schedstat").read_text().split() for task in Path(f"/proc/{pid}/task").iterdir()]
+        return sum(int(thread[0]) for thread in threads) / 1e9, max(int(thread[1]) for thread in threads) / 1e9
     except (OSError, ValueError, StopIteration):
-        return False
-    return waited / 1e9 > STARVED_SHARE * wall_s and computed / 1e9 < STARVED_SHARE * wall_s
+        return 0.0, 0.0

@@ -1,0 +1,93 @@
+"""Whether rewards still mean what they should: figures of each step, and alarms on any metric.
+
+batch -> duplicates, length against reward          (in the line of the step)
+lines -> a jump of the reward against its own past  -> monitors -> alarms
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from nearpolicy.records import Batch
+from nearpolicy.telemetry.config import MonitorConfig
+from nearpolicy.telemetry.suspicion import correlation
+
+PAST = 10
+"""Steps that a jump is measured against."""
+_LEAST_PAST = 5
+_LEAST_SPREAD = 0.01
+
+
+def integrity_metrics(batch: Batch) -> dict[str, float]:
+    """What a policy that games its reward often shows first."""
+    texts: dict[str, set[int]] = {}
+    lengths, rewards = [], []
+    for group in batch.groups:
+        for rollout, reward in zip(group.rollouts, group.rewards, strict=True):
+            texts.setdefault(" ".join(rollout.text.split()), set()).add(group.index)
+            if reward is not None:
+                lengths.append(rollout.num_sampled)
+                rewards.append(reward)
+    total = sum(len(group.rollouts) for group in batch.groups)
+    shared = sum(len(texts[" ".join(rollout.text.split())]) > 1 for group in batch.groups for rollout in group.rollouts)
+    found = {"integrity/duplicate_share": shared / total} if total and len(batch.groups) > 1 else {}
+    slope = correlation(lengths, rewards)
+    return found | ({} if slope is None else {"integrity/reward_length_correlation": slope})
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """What a monitor saw."""
+
+    step: int
+    text: str
+    stop: bool
+
+
+class Monitors:
+    """Looks at the line of every step."""
+
+    def __init__(self, monitors: Sequence[MonitorConfig]) -> None:
+        self._monitors = list(monitors)
+        self._in_a_row = [0] * len(self._monitors)
+        self._past: deque[float] = deque(maxlen=PAST)
+        self.alarms: list[Alarm] = []
+
+    def jump(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The mean reward against that of the steps before, in their standard deviations; nothing at first."""
+        reward = metrics.get("reward/mean")
+        if reward is None:
+            return {}
+        past = list(self._past)
+        self._past.append(reward)
+        if len(past) < _LEAST_PAST:
+            return {}
+        spread = max(statistics.pstdev(past), _LEAST_SPREAD)
+        return {"integrity/reward_jump": (reward - statistics.fmean(past)) / spread}
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> list[Alarm]:
+        """Alarms that begin with this step."""
+        begun = []
+        for place, monitor in enumerate(self._monitors):
+            value = metrics.get(monitor.metric)
+            if value is None:
+                continue
+            bound = _beyond(monitor, value)
+            self._in_a_row[place] = self._in_a_row[place] + 1 if bound is not None else 0
+            if self._in_a_row[place] == monitor.steps:
+                lasting = f" for {monitor.steps} steps" if monitor.steps > 1 else ""
+                text = f"step {step}: {monitor.metric} is {value:.4g}, {bound}{lasting}"
+                begun.append(Alarm(step, text, monitor.action == "stop"))
+        self.alarms += begun
+        return begun
+
+
+def _beyond(monitor: MonitorConfig, value: float) -> str | None:
+    if monitor.above is not None and not value <= monitor.above:
+        return f"above {monitor.above:g}"
+    if monitor.below is not None and not value >= monitor.below:
+        return f"below {monitor.below:g}"
+    return None
