@@ -1,11 +1,12 @@
 """Verdicts that are known already: the same completion of the same row, judged by a reward that has no other state.
 
-Samples of one group are often alike, letter by letter. What failed, and what ran into a limit, is never kept: it says
-something about that moment.
+Samples of one group are often alike, letter by letter, and come at one time: what is being asked is not asked twice.
+What failed, and what ran into a limit, is never kept: it says something about that moment.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections import OrderedDict
@@ -33,6 +34,7 @@ class VerdictCache:
     def __init__(self, entries: int) -> None:
         self._entries = entries
         self._known: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._under_way: dict[bytes, asyncio.Future[Verdict]] = {}
         self.hits = 0
 
     async def verdict(self, key: str | None, sample: Sample, ask: Callable[[], Awaitable[Verdict]]) -> Verdict:
@@ -40,11 +42,27 @@ class VerdictCache:
         remembered."""
         if key is None or not self._entries or (name := _name(key, sample)) is None:
             return await ask()
+        while name not in self._known and name in self._under_way:
+            # Equal samples of a group come together. If who asks for them all is cancelled, the next one asks.
+            under_way = self._under_way[name]
+            await asyncio.wait([under_way])
+            if not under_way.cancelled():
+                self.hits += 1
+                return under_way.result()
         if name in self._known:
             self.hits += 1
             self._known.move_to_end(name)
             return self._known[name]
-        found = await ask()
+        return await self._asked(name, ask)
+
+    async def _asked(self, name: bytes, ask: Callable[[], Awaitable[Verdict]]) -> Verdict:
+        self._under_way[name] = under_way = asyncio.get_running_loop().create_future()
+        try:
+            found = await ask()
+            under_way.set_result(found)
+        finally:
+            under_way.cancel()  # unless there is a result
+            del self._under_way[name]
         if found.outcome is Outcome.SCORED and not found.reason.startswith(_LIMITS):
             self._known[name] = found
             if len(self._known) > self._entries:

@@ -353,6 +353,25 @@ def test_equal_completions_are_asked_for_once_unless_the_judge_samples():
     assert len(judged(lambda r, _: verdict(r, 7), "a", "a", temperature=0.7, samples=2)[1].judged) == 4
 
 
+def test_equal_completions_that_come_together_are_asked_for_once_and_again_if_the_first_is_cancelled():
+    def respond(request, _):
+        time.sleep(0 if is_probe(request) else 0.3)
+        return verdict(request, 7)
+
+    async def run(url):
+        async with verifying(judge_of(url)) as service:
+            together = await asyncio.gather(*(score(service, "a") for _ in range(8)))
+            first, *others = [asyncio.create_task(score(service, "b")) for _ in range(3)]
+            await asyncio.sleep(0.1)
+            first.cancel()
+            return [*together, *await asyncio.gather(*others)]
+
+    with serving(respond) as fake:
+        verdicts = asyncio.run(run(fake.url))
+    assert [v.value for v in verdicts] == [pytest.approx(6 / 9)] * 10
+    assert [blocks(request)["ANSWER"] for request in fake.judged] == ["a", "b", "b"]
+
+
 def test_a_failed_verdict_is_not_remembered():
     replies = iter([failure(400)])
     verdicts, _ = judged(lambda r, _: verdict(r, 7) if is_probe(r) else next(replies, verdict(r, 7)), "a", "a")
