@@ -35,7 +35,7 @@ Score = Callable[[str, str, Mapping[str, object]], Awaitable[Verdict]]
 """(prompt, answer, columns) -> verdict"""
 T = TypeVar("T")
 R = TypeVar("R")
-ASKED_AT_ONCE = 64
+ASKED_AT_ONCE = 32
 
 
 @dataclass(eq=False)

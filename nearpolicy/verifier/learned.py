@@ -20,13 +20,14 @@ from nearpolicy.records import Verdict
 from nearpolicy.verifier.config import LearnedReward, RewardModelReward, RubricReward
 from nearpolicy.verifier.endpoint import Endpoint, missing_key
 from nearpolicy.verifier.judge import Judge, LocalPanel, Panel, RemotePanel
-from nearpolicy.verifier.learned_config import JudgingConfig, RewardModelSettings
+from nearpolicy.verifier.learned_config import JudgingConfig
 from nearpolicy.verifier.model_server import ModelServer
 from nearpolicy.verifier.reward_model import RewardModel, judge_setup, reward_model_setup
 from nearpolicy.verifier.rewards import Sample
 from nearpolicy.verifier.rubric import Rubric
 
-_BATCHING = {key: RewardModelSettings.model_fields[key].default for key in ("batch_size", "window_s", "timeout_s")}
+_JUDGE_BATCHING = {"batch_size": 4, "window_s": 0.01, "timeout_s": 600.0}
+"""Of a judge that is computed here: a question has a thousand tokens, which can take seconds."""
 
 
 class _Scorer(Protocol):
@@ -92,7 +93,7 @@ class LearnedScorers:
     async def _server(self, setup: Mapping[str, Any], reward: RewardModelReward | None = None) -> ModelServer:
         name = json.dumps(setup, sort_keys=True)
         if name not in self._servers:
-            batching = {key: getattr(reward, key) if reward else default for key, default in _BATCHING.items()}
+            batching = {key: getattr(reward, key, default) for key, default in _JUDGE_BATCHING.items()}
             server = ModelServer(setup, name=f"the model {setup['path']!r}", **batching)
             await server.start()
             self._servers[name] = server
