@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from nearpolicy.errors import ConfigError, NearpolicyError
 from nearpolicy.records import Verdict
+from nearpolicy.verifier import functions
 from nearpolicy.verifier.config import LearnedReward, RewardModelReward, RubricReward
 from nearpolicy.verifier.endpoint import Endpoint, missing_key
 from nearpolicy.verifier.judge import Judge, LocalPanel, Panel, RemotePanel
@@ -63,12 +64,15 @@ class LearnedScorers:
         if key not in self._scorers:
             raise NearpolicyError("the verifier has not been started: await `start()` before `score`")
         asked = time.perf_counter()
-        verdict = replace(await self._scorers[key].score(sample), seconds=time.perf_counter() - asked)
+        try:
+            verdict = await self._scorers[key].score(sample)
+        except Exception as error:  # a mistake of ours is no score either
+            verdict = functions.failure(error, "the scorer")
         for name, endpoint in self._endpoints.items():
             if endpoint.purse.is_spent and name not in self._told:
                 self._told.add(name)
                 self._on_event("verifier", "budget", spent=endpoint.purse.spent, budget=endpoint.config.budget)
-        return verdict
+        return replace(verdict, seconds=time.perf_counter() - asked)
 
     async def _scorer(self, reward: LearnedReward) -> _Scorer:
         if isinstance(reward, RubricReward):

@@ -384,6 +384,21 @@ def test_a_row_without_the_reference_and_material_beyond_all_measure_are_failed(
     assert "more than max_characters" in found.reason and not fake.judged
 
 
+def test_a_mistake_in_the_scorer_is_a_failed_verdict_that_says_where():
+    class Broken:
+        async def score(self, sample):
+            raise KeyError("lost")
+
+    async def run(url):
+        async with verifying(judge_of(url)) as service:
+            service._learned._scorers["t/judge"] = Broken()
+            return await score(service, "4")
+
+    with serving(lambda r, _: verdict(r, 7)) as fake:
+        found = asyncio.run(run(fake.url))
+    assert found.outcome is Outcome.FAILED and "KeyError: 'lost' (test_judge.py:" in found.reason
+
+
 # Refusals at the start
 
 
