@@ -315,7 +315,7 @@ def test_events_tell_how_long_a_rollout_waited_and_how_its_sources_ended():
 
         rest = [NumberReward(), RegexReward(pattern="a")]
         async with verifying(*rewards, *rest, functions=at_hand, on_event=record) as service:
-            return await asyncio.gather(*(score(service, "a", sample=i) for i in range(2)))
+            return await asyncio.gather(*(score(service, f"a{i}", sample=i) for i in range(2)))
 
     found = asyncio.run(run())
     assert [(role, kind) for role, kind, _ in events] == [("verifier", "verify")] * 2
