@@ -27,7 +27,9 @@ from nearpolicy.verifier.sandbox import values
 
 RESULTS, REPLIES = 3, 4
 LENGTH = struct.Struct(">I")
-PROGRAM = "program.py"
+PROGRAM, TESTS = "program.py", "tests.py"
+SOLUTION = "solution"
+"""Name of the program as a module, for test code that imports it."""
 _TIDY_LIMIT = 200
 """Characters of an exception's message that leave the sandbox."""
 
@@ -117,8 +119,8 @@ def _call(program: bytes) -> int:
 
 def _answered(program: bytes, entry: str, args: list[Any], kwargs: dict[str, Any]) -> bytes:
     try:
-        scope = types.ModuleType("solution")
-        sys.modules["solution"] = scope
+        scope = types.ModuleType(SOLUTION)
+        sys.modules[SOLUTION] = scope
         exec(_compiled(program), scope.__dict__)
         returned = _entry(scope, entry)(*args, **kwargs)
         return values.dumps({"returned": returned})
@@ -256,10 +258,12 @@ def _tests(program: bytes, entry: str | None) -> int:
             scope[name] = StandIn(name)
         if entry:
             scope["candidate"] = StandIn(entry)
+        sys.modules[SOLUTION] = _stand_in_module()
         for number, part in enumerate(parts):  # noqa: B007
-            exec(_compiled(part, "tests.py"), scope)
+            exec(_compiled(part, TESTS), scope)
         if entry and callable(scope.get("check")):
             scope["check"](scope["candidate"])
+        _run_collected(scope, set())
         if not StandIn.calls:
             raise CannotSplit("the test code never calls the program")
         end: dict[str, Any] = {"end": "passed"}
@@ -275,6 +279,25 @@ def _tests(program: bytes, entry: str | None) -> int:
         end = {"end": "raised" if getattr(error, "_of_the_program", False) else "failed"}
     _flushed()
     return _sent(values.dumps(end | {"test": number}))
+
+
+def _stand_in_module() -> types.ModuleType:
+    """What test code imports from, if it imports the program."""
+    module = types.ModuleType(SOLUTION)
+    module.__getattr__ = StandIn  # type: ignore[method-assign]
+    return module
+
+
+def _run_collected(scope: dict[str, Any], before: set[str]) -> None:
+    """What a test runner would find: functions ``test...`` without arguments, and unittest's cases, that the test code
+    has defined; ``before``: names that were there without it. The first that fails ends it."""
+    for name, found in list(scope.items()):
+        if isinstance(found, types.FunctionType) and name.startswith("test") and found.__code__.co_filename == TESTS:
+            found()
+    unittest = sys.modules.get("unittest")
+    for name, found in list(scope.items()):
+        if unittest and name not in before and isinstance(found, type) and issubclass(found, unittest.TestCase):
+            unittest.defaultTestLoader.loadTestsFromTestCase(found).debug()
 
 
 def _missing(parts: list[bytes]) -> set[str]:
@@ -303,14 +326,17 @@ def _missing(parts: list[bytes]) -> set[str]:
 
 def _together(program: bytes, entry: str | None) -> int:
     """The first part is the program, the second prepares, each further one is a test."""
-    scope = types.ModuleType("solution")
-    sys.modules["solution"] = scope
+    scope = types.ModuleType(SOLUTION)
+    sys.modules[SOLUTION] = scope
     number = 0
     try:
+        before: set[str] = set()
         for number, part in enumerate(_parts(program), start=-1):
-            exec(_compiled(part, "tests.py" if number >= 0 else PROGRAM), scope.__dict__)
+            exec(_compiled(part, TESTS if number >= 0 else PROGRAM), scope.__dict__)
+            before = before or set(scope.__dict__)
         if entry and callable(scope.__dict__.get("check")):
             scope.__dict__["check"](_entry(scope, entry))
+        _run_collected(scope.__dict__, before)
         end: dict[str, Any] = {"end": "passed"}
     except AssertionError:
         end = {"end": "failed"}

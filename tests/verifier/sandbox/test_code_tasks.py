@@ -416,6 +416,33 @@ def test_test_code_that_needs_more_than_values_says_so():
     )
 
 
+RUNNERS = {
+    "functions": "from solution import add\ndef test_add():\n    assert add(2, 3) == 5\ndef test_more():\n    assert add(1, 1) == 2",
+    "unittest": "import unittest, solution\nclass Tests(unittest.TestCase):\n    def setUp(self):\n        self.a = 2\n"
+    "    def test_add(self):\n        self.assertEqual(solution.add(self.a, 3), 5)\n    def test_raises(self):\n"
+    "        with self.assertRaises(TypeError):\n            solution.add(1, 'a')",
+}
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("form", RUNNERS)
+def test_whole_test_files_are_run_as_a_test_runner_would(form, together):
+    """K39: also where a program ends the process that its tests run in, or brings tests of its own."""
+    programs = {
+        "right": ("def add(a, b): return a + b", "passed"),
+        "wrong": ("def add(a, b): return a - b", "wrong_answer"),
+        "gone": ("import os\ndef add(a, b): os._exit(0)", "runtime_error"),
+        "own tests": (
+            "def add(a, b): return a + b\ndef test_add(x): pass\ndef test_mine():\n    assert False",
+            "passed",
+        ),
+        "raises": ("def add(a, b): return a.b", "runtime_error"),
+    }
+    for program, verdict in programs.values():
+        found = graded(program, RUNNERS[form], together=together)
+        assert found.verdict == verdict, (program, found)
+
+
 def test_arguments_that_a_program_changes_stay_as_they_are_in_the_test():
     program = "def sort(items):\n    items.clear()\n    return []"
     assert (
