@@ -85,7 +85,6 @@ class RemotePanel:
             "messages": asking.messages(question),
             "temperature": config.temperature,
             "max_tokens": config.max_answer_tokens,
-            "n": 1,
         }
         if config.response_format == "json_object":
             body["response_format"] = {"type": "json_object"}

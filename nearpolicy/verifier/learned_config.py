@@ -107,6 +107,10 @@ class JudgingConfig(ConfigModel):
             raise ValueError("penalty needs more than one verdict: several models, or samples with a temperature")
         if self.endpoint is None and (changed := changed_keys(self, _OF_ENDPOINTS)):
             raise ValueError(f"{', '.join(changed)} have no effect without an endpoint: nothing is sampled")
+        if ours := sorted({"model", "messages", "n", "stream"} & self.extra.keys()):
+            raise ValueError(
+                f"extra sets {', '.join(ours)}, which are not yours to set: one message is asked for and read"
+            )
         unbounded = self.extra.get("max_tokens", 1) is None and "max_completion_tokens" not in self.extra
         if self.endpoint is not None and self.endpoint.budget is not None and unbounded:
             raise ValueError("extra takes max_tokens out, so nothing bounds the price of a request; set another bound")

@@ -101,7 +101,7 @@ def test_a_score_is_mapped_to_0_to_1_and_the_parts_of_the_request_are_where_they
     [request] = fake.judged
     assert blocks(request) == {"QUESTION": "2 + 2?", "REFERENCE ANSWER": "4", "ANSWER": "four"}
     assert "four" not in request["messages"][0]["content"]
-    assert (request["model"], request["temperature"], request["n"]) == ("m", 0.0, 1)
+    assert (request["model"], request["temperature"]) == ("m", 0.0)
     assert fields_of(request) == {"verdict": {"type": "integer", "enum": list(range(1, 11))}}
 
 
@@ -440,6 +440,7 @@ def test_an_unknown_model_or_path_and_a_field_it_does_not_know_are_refused():
         ({"labels": {"right": 1}}, "needs two or more"),
         ({"labels": {"a": 0, "b": 1}, "scale": (0, 1)}, "set one of scale, labels"),
         ({"scale": (5, 1)}, "scale is 5 to 1"),
+        ({"extra": {"messages": []}}, "extra sets messages"),
         ({"endpoint": {"base_url": "localhost:8000"}}, "write it as http"),
         ({"endpoint": {"base_url": "http://user:pass@host/v1"}}, "no key"),
         ({"endpoint": {"base_url": "http://h/v1", "budget": 1.0}}, "nothing would ever be spent"),
