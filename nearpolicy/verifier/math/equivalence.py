@@ -339,7 +339,7 @@ class _Rules:
         for operator, left, right in zip(operators, sides, sides[1:], strict=False):
             if not (self.same(left, right) if operator == "=" else _rounds_to(left, right)):
                 return ()
-        return () if len(sides) == 1 and _is_name(sides[0]) else tuple(sides)
+        return tuple(sides)
 
     def _same_relations(self, gold: Relation, answer: Relation) -> bool:
         golds, answers = self._stands_for(gold), self._stands_for(answer)

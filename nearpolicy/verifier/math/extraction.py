@@ -186,7 +186,7 @@ def _value_after(said: str, place: int) -> str | None:
 # Tags
 
 
-_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
+_TAG = re.compile(r"<(/?)answer(?:\s[^<>]{0,80})?>", re.IGNORECASE)
 
 
 def _tagged(said: str) -> Extraction | None:
@@ -252,6 +252,8 @@ def _after_mark(said: str, mark: re.Match[str], clause: str) -> Extraction:
         clause = _clause(sentence, correction.end(), next_line=False) if correction else ""
         if not clause:
             return Extraction(None, f"{how} the answer is denied")
+    if (box := _boxed(clause)) is not None:
+        return replace(box, how=f"{box.how} {how}")
     if _answers_alone(clause):
         return Extraction(_unwrapped(clause), how)
     if _VALUE.match(clause):
@@ -405,7 +407,7 @@ def _whole(said: str) -> Extraction | None:
     return Extraction(_unwrapped(said), "all of the completion") if said.strip() else None
 
 
-_AFTER_HASHES = re.compile(r"(?<!\#)\#{4,}+[ \t]*+(?P<number>-?\$?-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\$?\.[0-9]+)")
+_AFTER_HASHES = re.compile(r"(?<!\#)\#{4,}+[ \t]*+(?P<number>-?\$?-?[0-9][0-9,]*(?:\.[0-9]+|/[0-9]+)?|-?\$?\.[0-9]+)")
 
 
 def _hashed(said: str) -> Extraction | None:

@@ -223,7 +223,7 @@ class FormulaParser:
                 found = self._deeper(self._sum)
                 self._expect("|")
                 return Apply("abs", (found,))
-            if token.text in ("$", "€", "£", "¢") and not self._currency:
+            if token.text in ("$", "€", "£", "¢", "¥", "₹") and not self._currency:
                 self._currency = units.MEASURES[token.text]
                 return self._atom()
         raise Unreadable(f"{token.text or 'its end'!r} is not what a formula goes on with")

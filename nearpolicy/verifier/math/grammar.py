@@ -49,12 +49,13 @@ from nearpolicy.verifier.math.tree import (
 _RELATIONS = frozenset(("=", "<", ">", "leq", "geq", "neq", "approx", "in"))
 _CLOSING = {"(": (")", "]"), "[": ("]", ")"), "langle": ("rangle",)}
 _GREETINGS = names("either about approximately approx roughly exactly only just simply")
-_CURRENCIES = frozenset(("usd", "eur", "gbp", "us"))
+_CURRENCIES = frozenset(("usd", "eur", "gbp", "us", "rs"))
 _NONE = ("none", "no solution", "no solutions", "no real solution", "no real solutions", "empty set", "the empty set")
 _ALL = ("all real numbers", "all reals", "all real x", "real numbers", "the real numbers", "the set of real numbers")
 _SENTENCE = re.compile(r"[A-Za-z][A-Za-z'.\-]*(?:[ ,]+[A-Za-z][A-Za-z'.\-]*)*")
 _CHOICE = re.compile(r"\s*(?:\(([A-Z])\)|([A-Z])[).:])\s*(?![\s=])(.+)", re.DOTALL)
 _OPTION = re.compile(r"\s*(?:option|choice|Option|Choice)\s+\(?([A-Z])\)?\s*")
+_IN_BASE = re.compile(r"^([0-9A-Z]+)\s*\(?\s*(?:in\s+)?base[\s-]+([0-9]{1,2})\s*\)?$")
 _BASED = re.compile(r"\s*(-?)\s*(?![A-Z]+\s*_)([0-9A-Z]+)\s*_\s*\{?\s*([0-9]{1,2})\s*\}?\s*")
 
 
@@ -64,6 +65,7 @@ def read(text: str, *, commas_group: bool = True, may_choose: bool = True) -> An
         raise Unreadable(f"it has {len(text)} characters, more than {LONGEST}")
     text = bare(text)
     plain = without_fonts(text)
+    plain = _IN_BASE.sub(r"\1_\2", plain)
     if may_choose and (choice := _CHOICE.fullmatch(plain)):
         return Choice(choice[1] or choice[2], read(choice[3], may_choose=False))
     if option := _OPTION.fullmatch(plain):
@@ -189,6 +191,8 @@ class _Parser(FormulaParser):
             return self._set("\\{", "\\}")
         if self._at("{") and self._closes_after_comma():
             return self._set("{", "}")
+        if token.kind == "letter" and token.text.isupper() and self._peek(1).text == "(" and self._is_bracketed(1):
+            self._take()  # the name of a point: P(2, 5)
         if self._at("(", "[", "langle") and self._is_bracketed():
             return self._bracketed()
         if token.kind == "word" and (found := self._words()):
@@ -206,11 +210,11 @@ class _Parser(FormulaParser):
                 return True
         return False
 
-    def _is_bracketed(self) -> bool:
-        """Whether the bracket at hand is a point or an interval, and not a factor of a product."""
+    def _is_bracketed(self, ahead: int = 0) -> bool:
+        """Whether the bracket at hand, or so far ahead, is a point or an interval, and not a factor of a product."""
         depth = 0
         comma = False
-        for place in range(self._place, len(self._tokens)):
+        for place in range(self._place + ahead, len(self._tokens)):
             text = self._tokens[place].text
             if text in ("(", "[", "\\{", "langle", "{"):
                 depth += 1
@@ -225,8 +229,12 @@ class _Parser(FormulaParser):
         self._expect(left)
         if self._skip(right):
             return Set(())
-        found = self._deeper(lambda: self._several(right))
-        if self._skip("|", ":"):  # set-builder: {x | x > 2}
+        if self._next.kind == "letter" and self._peek(1).text in ("|", ":"):  # set-builder: {x | x > 2}
+            self._take()
+            found: Answer = Set(())
+        else:
+            found = self._deeper(lambda: self._several(right))
+        if self._skip("|", ":"):
             found = self._deeper(self._thing)
         self._expect(right)
         if isinstance(found, Relation):
@@ -289,6 +297,9 @@ class _Parser(FormulaParser):
         expression = self._sum()
         if self._at(":"):
             return self._ratio(expression)
+        if self._next.text.startswith("begin "):
+            rows = self._matrix().rows
+            return Matrix(tuple(tuple(_times(expression, entry) for entry in row) for row in rows))
         expression, unit = self._with_unit(expression)
         return Value(expression, unit)
 
@@ -329,6 +340,12 @@ class _Parser(FormulaParser):
                 self._expect("}")
             return "^" + power
         return self._take().text
+
+
+def _times(factor: Expression, entry: Answer) -> Answer:
+    if not isinstance(entry, Value):
+        raise Unreadable("an entry of a matrix is no value")
+    return Value(Apply("*", (factor, entry.expression)), entry.unit)
 
 
 def _both_signs(answer: Answer) -> list[Answer]:

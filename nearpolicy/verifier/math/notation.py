@@ -49,6 +49,7 @@ _SIGNS = {
     **dict.fromkeys(map(ord, "·⋅∙×✕⨯∗"), "*"),
     **dict.fromkeys(map(ord, "÷∕⁄"), "/"),
     **dict.fromkeys(map(ord, "‘’′"), "'"),
+    **dict.fromkeys(map(ord, "“”"), '"'),
     **_VULGAR,
     ord("√"): "\\sqrt ",
     ord("∛"): "\\sqrt[3] ",
@@ -110,7 +111,9 @@ def bare(text: str) -> str:
     if text.startswith("**") and text.endswith("**") and len(text) > 4:
         text = text[2:-2]
     text = _PAIRED_DOLLARS.sub(lambda found: f" {found['display'] or found['inline'] or ''} ", text)
-    text = re.sub(r"(?<!\\)\$", r"\\$", text).strip()
+    text = re.sub(r"(?<!\\)\$", r"\\$", text).strip().removeprefix("=").strip()
+    if len(text) > 2 and text[0] == text[-1] and text[0] in "\"'":
+        text = text[1:-1]
     while text:
         shorter = text.removesuffix("\\\\").removesuffix("\\,").removesuffix("\\ ")
         if shorter == text and text[-1] in ".,;: " and text[-2:-1] not in ("\\", "."):
@@ -132,9 +135,10 @@ def without_fonts(text: str) -> str:
 # Tokens
 
 _SILENT = names(
-    "left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr middle displaystyle textstyle  "
-    "scriptstyle limits nolimits mathbf mathit mathsf mathtt mathcal mathscr mathfrak boldsymbol bm pmb vec hat  "
-    "boxed fbox mathstrut strut hfill underline"
+    "left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr middle displaystyle textstyle "
+    "scriptstyle limits nolimits mathbf mathit mathsf mathtt mathcal mathscr mathfrak boldsymbol bm pmb vec hat "
+    "boxed fbox mathstrut strut hfill underline rm bf it sf tt ensuremath notag nonumber small large Large square "
+    "blacksquare Box checkmark qed"
 )
 _SPACES = frozenset(("quad", "qquad", "enspace", "thinspace", "space", ",", ";", ":", ">", " ", "\n", "\t", "~"))
 _ROMAN = names("text textbf textit textrm texttt textsf textup textnormal emph mbox hbox mathrm operatorname")
@@ -174,8 +178,8 @@ _SAME = {
 }
 _MARKS = frozenset(("*", "/", ":", "<", ">", "|", "\\{", "\\}", "[", "]", "%", "$", "#", "&", "_", "\\\\"))
 GREEK = names(
-    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau phi chi psi omega  "
-    "Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega"
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau phi chi psi omega Gamma "
+    "Delta Theta Lambda Xi Sigma Phi Psi Omega"
 )
 FUNCTIONS = names("sin cos tan cot sec csc asin acos atan sinh cosh tanh log ln lg exp sqrt abs")
 MATRICES = frozenset(("pmatrix", "bmatrix", "matrix", "Bmatrix", "smallmatrix", "array"))
@@ -188,7 +192,7 @@ _PLAIN_NAMES = {
 
 _KNOWN = _SILENT | _ROMAN | GREEK | FUNCTIONS | frozenset(_SAME) | frozenset(_SAME.values()) | _SPACES
 _KNOWN |= names(
-    "frac binom pi infty pm mp cup cap setminus in approx neq leq geq emptyset langle rangle lfloor rfloor lceil  "
+    "frac binom pi infty pm mp cup cap setminus in approx neq leq geq emptyset langle rangle lfloor rfloor lceil "
     "rceil circ overline bar dot phantom hphantom vphantom hspace label tag color textcolor mathbb begin end dots"
 )
 
@@ -214,6 +218,7 @@ _NUMBER = re.compile(
 )
 _EXPONENT = re.compile(r"[eE](?:[0-9]{1,6}|\+[0-9]{2,6}|-0[0-9]{1,5})(?![0-9.])")
 _SCIENTIFIC = re.compile(r"\s*[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]{1,6}\s*")
+_DECIMALS = re.compile(r"\.(?:[0-9]|\\(?:overline|bar|dot))")
 _TIMES_TEN = re.compile(r"\s*[xX]\s*(?=10\s*\^)")
 _COMMAND = re.compile(r"\\(?:([A-Za-z]+)\*?|(.))", re.DOTALL)
 _LETTERS = re.compile(r"(?P<dotted>[A-Za-z](?:\.[A-Za-z])+\.?)(?![A-Za-z])|[A-Za-z]+(?:'[A-Za-z]+)*'*")
@@ -261,12 +266,14 @@ class _Lexer:
         elif char.isspace() or char == "~":
             self._spaced = True
             self._place += 1
-        elif char in "0123456789" or (char == "." and self._text[self._place + 1 : self._place + 2].isdigit()):
+        elif char in "0123456789" or (char == "." and _DECIMALS.match(self._text, self._place)):
             self._number()
         elif char == "\\":
             self._command()
         elif char.isascii() and char.isalpha():
             self._letters()
+        elif char == "." and self._roman_until:
+            self._place += 1
         elif self._text.startswith("**", self._place):
             self._mark("^", 2)
         else:

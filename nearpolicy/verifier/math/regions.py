@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nearpolicy.verifier.math import evaluation
+from nearpolicy.verifier.math.formulas import UNKNOWN_FUNCTIONS
 from nearpolicy.verifier.math.tree import (
     Answer,
     Apply,
@@ -17,6 +18,7 @@ from nearpolicy.verifier.math.tree import (
     Relation,
     Set,
     Several,
+    Symbol,
     Value,
 )
 
@@ -114,7 +116,7 @@ def _solutions(relation: Relation) -> RealSet | None:
 
 
 def _side_of(variable: Expression, operator: str, bound: Value) -> RealSet | None:
-    if isinstance(variable, Apply) and variable.operation in ("+", "*", "/", "^", "neg"):
+    if not (isinstance(variable, Symbol) or (isinstance(variable, Apply) and variable.operation in UNKNOWN_FUNCTIONS)):
         return None  # to be solved, and not read off
     end = _end(bound)
     if end is None:

@@ -38,6 +38,8 @@ _NAMES = {
     "cent": "cent ¢",
     "euro": "euro eur €",
     "pound sterling": "gbp £",
+    "yen": "yen jpy ¥",
+    "rupee": "rupee inr rs ₹",
     "degree": "degree deg °",
     "radian": "radian rad",
     "%": "% percent pct percentage",
@@ -76,12 +78,12 @@ MULTIPLES = {
 """Words that multiply the number before them."""
 
 _NOT_LABELS = names(
-    "not no never nor neither either is are was were be isn't aren't wrong incorrect false than less fewer  "
-    "between maybe perhaps possibly about except without but if unless plus minus times over divided anything any  "
-    "all something nothing unknown else other another to from at least most where when"
+    "not no never nor neither either is are was were be isn't aren't wrong incorrect false than less fewer between "
+    "maybe perhaps possibly about except without but if unless plus minus times over divided anything any all "
+    "something nothing unknown else other another to from at least most where when"
 )
 _MOST_WORDS = 6
-_WORD = re.compile(r"[A-Za-z][A-Za-z.\-']*|[$€£¢%°]")
+_WORD = re.compile(r"[A-Za-z][A-Za-z.\-']*|[$€£¢¥₹%°]")
 
 
 def unit_of(words: list[str]) -> str | None:
