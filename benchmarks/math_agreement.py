@@ -1,6 +1,6 @@
 """How far the math verifier agrees with labelled answers: what docs/verify-math.md reports.
 
-    python -m benchmarks.math_agreement [--data FOLDER] [--disagreements]
+    python -m benchmarks.math_agreement [--data FOLDER] [--disagreements | --reasons SET]
 
 FOLDER (default: $NEARPOLICY_DATA, or ../shared/data beside this repository) holds any of
 
@@ -11,7 +11,8 @@ FOLDER (default: $NEARPOLICY_DATA, or ../shared/data beside this repository) hol
     aime-amc/                            answers against themselves
     math-train/math.json.gz              answers against themselves
 
-Each row is judged as in training, in a worker process with a time limit. The last line is one JSON object.
+Each row is judged as in training, in a worker process with a time limit. `--disagreements` prints the rows that are
+judged otherwise, `--reasons "pairs, contested"` every row of a set with its reason. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -113,13 +114,13 @@ def _gsm8k(folder: Path) -> Iterator[tuple[str, list[Case]]]:
                 ],
             )
     if (path := folder / "example_model_solutions.jsonl.gz").is_file():
-        cases = [
-            Case(f"{place} {model}", row["ground_truth"], answer["solution"], answer["is_correct"], "auto")
-            for place, row in enumerate(rows_of(path))
-            for model, answer in row.items()
-            if isinstance(answer, dict)
-        ]
-        yield "GSM8K model solutions", cases
+        for form in ("auto", "final_answer", "last_number"):
+            yield f"GSM8K models, {form}", [
+                Case(f"{place} {model}", row["ground_truth"], answer["solution"], answer["is_correct"], form)
+                for place, row in enumerate(rows_of(path))
+                for model, answer in row.items()
+                if isinstance(answer, dict)
+            ]
 
 
 async def judged(cases: list[Case], workers: int) -> list[Verdict]:
@@ -147,6 +148,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path(default))
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--disagreements", action="store_true", help="print every row that is judged otherwise")
+    parser.add_argument("--reasons", metavar="SET", help="print every row of this set with its reason")
     arguments = parser.parse_args()
     report: dict[str, Any] = {}
     print(f"{'set':<26}{'rows':>7}{'agree':>8}{'share':>9}{'failed':>8}{'limit':>7}{'ms a row':>10}")
@@ -169,10 +171,9 @@ def main() -> None:
             f"{name:<26}{line['rows']:>7,}{line['agree']:>8,}{line['agree'] / line['rows']:>9.2%}"
             f"{line['failed']:>8}{line['time_limit']:>7}{line['ms_a_row']:>10.2f}"
         )
-        if arguments.disagreements:
-            for case, verdict, same in zip(cases, verdicts, agree, strict=True):
-                if not same:
-                    print(f"    {case.name}: labelled {float(case.right)}, judged {verdict.value}. {verdict.reason}")
+        for case, verdict, same in zip(cases, verdicts, agree, strict=True):
+            if name == arguments.reasons or (arguments.disagreements and not same):
+                print(f"    {case.name}: labelled {float(case.right)}, judged {verdict.value}. {verdict.reason}")
     if not report:
         sys.exit(f"no data under {arguments.data}; set NEARPOLICY_DATA or --data to a folder that holds some")
     print(json.dumps(report))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nearpolicy.verifier.math.extraction import MOST_CANDIDATES, extract, gold_answer, without_thinking
@@ -300,6 +300,7 @@ PIECES = st.sampled_from(
 TEXTS = st.one_of(st.text(max_size=60), st.lists(PIECES, max_size=25).map("".join))
 
 
+@settings(deadline=None)
 @given(TEXTS, st.sampled_from(FORMS))
 def test_no_text_makes_extraction_raise(text, form):
     extraction = extract(text, form)
@@ -307,6 +308,7 @@ def test_no_text_makes_extraction_raise(text, form):
     gold_answer(text)
 
 
+@settings(deadline=None)
 @given(
     st.integers(-(10**9), 10**9), st.sampled_from(["\\boxed{%s}", "#### %s", "<answer>%s</answer>", "A: %s", "so %s"])
 )

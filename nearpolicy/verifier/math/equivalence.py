@@ -9,6 +9,7 @@ add a unit or ``x=`` of its own, but it may not offer a choice that the right an
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -137,7 +138,8 @@ def _readings(text: str) -> list[Answer]:
     """What a text may say. There are two ways to read 100,200: as a number, and as two."""
     readings = [read(text)]
     if re.search(r"[0-9],[0-9]{3}", text):
-        readings.append(read(text, commas_group=False))
+        with contextlib.suppress(Unreadable):
+            readings.append(read(text, commas_group=False))
     return readings
 
 
@@ -146,6 +148,12 @@ def _rule(gold: Answer, answer: Answer) -> str:
         case Value(first, unit), Value(second, other):
             if "%" in (unit, other):
                 return "percentages"
+            if _based(first) or _based(second):
+                return "digits in a base"
+            if not units.agree(unit, other):
+                return "units"
+            if _single_letter(gold) and _single_letter(answer):
+                return "letters"
             exactly = evaluation.exact(first) is not None and evaluation.exact(second) is not None
             return "exact numbers" if exactly else f"values to {evaluation.DIGITS} digits"
     kinds = {type(gold).__name__.lower(), type(answer).__name__.lower()}
@@ -269,9 +277,10 @@ class _Rules:
             case Ratio(terms, unit), Ratio(others, other_unit):
                 if not units.agree(unit, other_unit) or len(terms) != len(others):
                     return False
-                if len(terms) > 2 or unit or other_unit:
-                    return self._each(terms, others)
-                return self._same_value(_quotient(gold), _quotient(answer))
+                if self._each(terms, others):
+                    return True
+                proportion = len(terms) == 2 and not (unit or other_unit)
+                return proportion and self._same_value(_quotient(gold), _quotient(answer))
             case (Ratio((_, _)), Value()) | (Value(), Ratio((_, _))):
                 values = (_quotient(each) if isinstance(each, Ratio) else each for each in (gold, answer))
                 return self._same_value(*values)

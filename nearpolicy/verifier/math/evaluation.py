@@ -175,7 +175,7 @@ def ratio(first: Expression, second: Expression) -> float | None:
         values = _value(first, point), _value(second, point)
         if None in values:
             continue
-        if _is_zero(values[0]) or _is_zero(values[1]):
+        if 0 in values:
             return None
         found.append(values[0] / values[1])
     if not found or not all(_close(found[0], each, 0.0) for each in found) or not _is_real(found[0]):
@@ -210,17 +210,13 @@ def _sample(name: str, number: int) -> Fraction:
 
 
 def _close(first: Any, second: Any, tolerance: float) -> bool:
-    size = max(abs(first), abs(second), 1)
+    size = max(abs(first), abs(second))
     allowed = max(size * first.context.mpf(10) ** -DIGITS, tolerance * abs(first))
     return abs(first - second) <= allowed
 
 
 def _is_real(value: Any) -> bool:
-    return abs(value.imag) <= max(abs(value), 1) * value.context.mpf(10) ** -DIGITS
-
-
-def _is_zero(value: Any) -> bool:
-    return abs(value) <= value.context.mpf(10) ** -DIGITS
+    return abs(value.imag) <= abs(value) * value.context.mpf(10) ** -DIGITS
 
 
 def _value(expression: Expression, point: Mapping[str, Fraction]) -> Any | None:
@@ -277,11 +273,17 @@ class _Numeric:
         self._context = context
         self._point = point
         self._sizes = sizes
+        self._noise = context.mpf(10) ** (8 - context.dps)
 
     def value(self, expression: Expression) -> Any:
         found = self._context.mpc(self._raw(expression))
+        found = self._context.mpc(self._cleared(found.real, abs(found)), self._cleared(found.imag, abs(found)))
         self._sizes.see(found)
         return found
+
+    def _cleared(self, value: Any, size: Any) -> Any:
+        """0 for what rounding has left of a 0, where numbers of this size were computed with: sin(pi) is 0."""
+        return self._context.mpf(0) if abs(value) <= size * self._noise else value
 
     def _raw(self, expression: Expression) -> Any:
         context = self._context
@@ -309,7 +311,7 @@ class _Numeric:
         context = self._context
         match operation:
             case "+":
-                return context.fsum(values)
+                return self._cleared(context.fsum(values), max(map(abs, values)))
             case "*":
                 return context.fprod(values)
             case "/":
@@ -325,9 +327,9 @@ class _Numeric:
             case "degrees":
                 return values[0] * context.pi / 180
             case "log_of_base":
-                return context.log(values[0]) / context.log(values[1])
+                return self._named("log", values[0]) / self._named("log", values[1])
             case "log":
-                return context.log(values[0]) / context.log(self._rational(self._point[_LOG]))
+                return self._named("log", values[0]) / context.log(self._rational(self._point[_LOG]))
             case "exp":
                 return self._power(context.e, values[0])
             case "factorial":
@@ -336,10 +338,19 @@ class _Numeric:
                 n, k = values
                 return self._factorial(n) / (self._factorial(k) * self._factorial(n - k))
             case "floor" | "ceil":
-                return getattr(context, operation)(values[0].real)
+                return self._whole(operation, values[0].real)
         if operation in _NAMED:
-            return getattr(context, _NAMED[operation])(values[0])
+            return self._named(_NAMED[operation], values[0])
         return self._unknown(operation, values)
+
+    def _named(self, function: str, value: Any) -> Any:
+        return self._cleared(getattr(self._context, function)(value), abs(value))
+
+    def _whole(self, function: str, value: Any) -> Any:
+        """Floor or ceiling; what is a whole number but for rounding is one."""
+        nearest = self._context.nint(value)
+        whole = self._cleared(value - nearest, max(abs(value), 1)) == 0
+        return nearest if whole else getattr(self._context, function)(value)
 
     def _power(self, base: Any, exponent: Any) -> Any:
         if base == 0:

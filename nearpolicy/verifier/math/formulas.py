@@ -86,7 +86,11 @@ class FormulaParser:
             terms.append(with_sign(sign, self._term()))
             if len(terms) > 4 * MOST_ITEMS:
                 raise Unreadable("it has too many terms")
-        return terms[0] if len(terms) == 1 else Apply("+", tuple(terms))
+        found = terms[0] if len(terms) == 1 else Apply("+", tuple(terms))
+        if self._at("choose", "over"):  # {4 \choose 2}: each side reaches to the end of the group
+            operation = {"choose": "binom", "over": "/"}[self._take().text]
+            return Apply(operation, (found, self._deeper(self._sum)))
+        return found
 
     def _signed(self, read: Callable[[], Expression]) -> Expression:
         """Signs before a term; there may be several, as in 3 + -4."""
@@ -143,7 +147,7 @@ class FormulaParser:
             return False
         lower = token.text.lower()
         if token.spaced:
-            return lower in units.MEASURES or len(lower) > 3 or lower in units.PLAIN_SYMBOLS
+            return lower in units.MEASURES or lower in ("sq", "cu") or _is_spoken(lower)
         return lower in units.PLAIN_SYMBOLS or len(lower) > 4
 
     def _is_mixed(self, found: Expression) -> bool:
@@ -388,6 +392,11 @@ def _product(factors: list[Expression]) -> Expression:
         case [above, Apply("/", (first, below))] if first is ONE:
             return Apply("/", (above, below))
     return Apply("*", tuple(factors))
+
+
+def _is_spoken(word: str) -> bool:
+    """Whether a word of a few letters may be spoken, as 'men' and unlike 'xyz'."""
+    return len(word) > 3 or (len(word) == 3 and any(letter in "aeiou" for letter in word))
 
 
 def is_base(base: int, digits: str) -> bool:

@@ -54,19 +54,25 @@ _NONE = ("none", "no solution", "no solutions", "no real solution", "no real sol
 _ALL = ("all real numbers", "all reals", "all real x", "real numbers", "the real numbers", "the set of real numbers")
 _SENTENCE = re.compile(r"[A-Za-z][A-Za-z'.\-]*(?:[ ,]+[A-Za-z][A-Za-z'.\-]*)*")
 _CHOICE = re.compile(r"\s*(?:\(([A-Z])\)|([A-Z])[).:])\s*(?![\s=])(.+)", re.DOTALL)
+_ANOTHER_CHOICE = re.compile(r"(?:^|\s)(?:\([A-Z]\)|[A-Z][).:])")
 _OPTION = re.compile(r"\s*(?:option|choice|Option|Choice)\s+\(?([A-Z])\)?\s*")
 _IN_BASE = re.compile(r"^([0-9A-Z]+)\s*\(?\s*(?:in\s+)?base[\s-]+([0-9]{1,2})\s*\)?$")
 _BASED = re.compile(r"\s*(-?)\s*(?![A-Z]+\s*_)([0-9A-Z]+)\s*_\s*\{?\s*([0-9]{1,2})\s*\}?\s*")
 
 
 def read(text: str, *, commas_group: bool = True, may_choose: bool = True) -> Answer:
-    """The tree of an answer; `Unreadable` if it is not in this notation."""
+    """The tree of an answer; `Unreadable` if it is not in this notation.
+
+    ``commas_group``: outside brackets, a comma before three digits groups thousands. ``may_choose``: a letter may stand
+    before the answer, as in (B) 12.
+    """
     if len(text) > LONGEST:
         raise Unreadable(f"it has {len(text)} characters, more than {LONGEST}")
     text = bare(text)
-    plain = without_fonts(text)
-    plain = _IN_BASE.sub(r"\1_\2", plain)
+    plain = _IN_BASE.sub(r"\1_\2", without_fonts(text))
     if may_choose and (choice := _CHOICE.fullmatch(plain)):
+        if _ANOTHER_CHOICE.search(choice[3]):
+            raise Unreadable("it lists several choices")
         return Choice(choice[1] or choice[2], read(choice[3], may_choose=False))
     if option := _OPTION.fullmatch(plain):
         return Value(Symbol(option[1]))
@@ -90,7 +96,14 @@ def _words_only(text: str) -> Answer | None:
         return Reals()
     if re.search(r"\b(?:or|and)\b|,", said) or not re.search(r"[A-Za-z]{2}", text):
         return None
-    if len(text) <= 2 or said in ("infinity", "exp", "log") or text in GREEK or text in FUNCTIONS or text == "pi":
+    if (
+        len(text) <= 2
+        or re.fullmatch(r"[w-z]+", text)
+        or said in ("infinity", "exp", "log")
+        or text in GREEK
+        or text in FUNCTIONS
+        or text == "pi"
+    ):
         return None
     return Text({"dne": "does not exist"}.get(said, said))
 
@@ -280,8 +293,9 @@ class _Parser(FormulaParser):
         joins = (",", ";", "and", "or", "=", "approx", ")", "]", "\\}", "}", "&", "\\\\", ":")
         plain_product = len(said) == 1 and len(said[0]) <= 3 and not self._tokens[place].roman
         if (self._next.kind == "end" or self._at(*joins)) and not plain_product:
-            self._skip(":")
-            if self._tokens[self._place - 1].text == ":" and self._next.kind != "end":
+            if self._at(":", "=", "approx") and units.unit_of(said) is None:  # "not x = 5"
+                raise Unreadable(f"{' '.join(said)!r} is no name for a value")
+            if self._skip(":") and self._next.kind != "end":
                 return self._deeper(self._thing)  # a label before a value: "Total: 5"
             return Text(" ".join(said).lower())
         self._place = place

@@ -54,6 +54,7 @@ def golds_of(gold: str) -> list[Any]:
 
 
 def parsed(text: str) -> list[Any]:
+    """The formulas in a text, as sympy's objects."""
     library = _library()
     return library.parse(
         rf"\boxed{{{bare(text)}}}",
@@ -85,7 +86,7 @@ def preload() -> None:
 
 @functools.cache
 def _library() -> Any:
-    """Imported late because it takes most of a second, and without its warnings about missing limits."""
+    """Imported late because it takes a second or two, and without its warnings about missing limits."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     import math_verify
 

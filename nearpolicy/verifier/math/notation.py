@@ -107,6 +107,8 @@ def bare(text: str) -> str:
     r"""The answer without the signs that only set it off: ``$...$``, ``\(...\)``, ``**...**``, a trailing ``\\`` or
     full stop. A dollar sign that begins no formula is money and becomes ``\$``."""
     text = plain_characters(text).strip()
+    if len(text) > 2 and text[0] == text[-1] == "$" and "$" not in text[1:-1].replace("\\$", ""):
+        text = text[1:-1]
     text = text.replace("\\(", " ").replace("\\)", " ").replace("\\[", " ").replace("\\]", " ").replace("`", " ")
     if text.startswith("**") and text.endswith("**") and len(text) > 4:
         text = text[2:-2]
@@ -114,6 +116,14 @@ def bare(text: str) -> str:
     text = re.sub(r"(?<!\\)\$", r"\\$", text).strip().removeprefix("=").strip()
     if len(text) > 2 and text[0] == text[-1] and text[0] in "\"'":
         text = text[1:-1]
+    before = None
+    while text != before:
+        before, text = text, _unbraced(_without_ending(text.removeprefix("\\displaystyle").lstrip()))
+    return text
+
+
+def _without_ending(text: str) -> str:
+    """Without blanks, line ends and punctuation at its end; an ellipsis stays."""
     while text:
         shorter = text.removesuffix("\\\\").removesuffix("\\,").removesuffix("\\ ")
         if shorter == text and text[-1] in ".,;: " and text[-2:-1] not in ("\\", "."):
@@ -122,6 +132,31 @@ def bare(text: str) -> str:
             break
         text = shorter.rstrip()
     return text
+
+
+_OPENING = re.compile(
+    r"(?:\\(?:boxed|fbox|framebox|mathbf|boldsymbol|bm|displaystyle|textstyle|ensuremath"
+    r"|text|textbf|textit|mbox|mathrm)\s*)?\{"
+)
+_LEVELS = {"{": 1, "(": 1, "[": 1, "}": -1, ")": -1, "]": -1}
+
+
+def _unbraced(text: str) -> str:
+    """Without braces around all of it, and the fonts and boxes before them. ``{1, 2}`` is a set and stays."""
+    opening = _OPENING.match(text)
+    if not opening or not text.endswith("}"):
+        return text
+    braces = level = 0
+    for place in range(opening.end() - 1, len(text)):
+        level += _LEVELS.get(text[place], 0)
+        if text[place - 1 : place] == "\\":
+            continue
+        braces += {"{": 1, "}": -1}.get(text[place], 0)
+        if braces == 0 and place < len(text) - 1:
+            return text
+        if text[place] == "," and level == 1 and opening[0] == "{":
+            return text
+    return text[opening.end() : -1].strip() if braces == 0 else text
 
 
 _FONTS = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox|boxed|fbox)\s*\{([^{}]*)\}")
@@ -193,7 +228,8 @@ _PLAIN_NAMES = {
 _KNOWN = _SILENT | _ROMAN | GREEK | FUNCTIONS | frozenset(_SAME) | frozenset(_SAME.values()) | _SPACES
 _KNOWN |= names(
     "frac binom pi infty pm mp cup cap setminus in approx neq leq geq emptyset langle rangle lfloor rfloor lceil "
-    "rceil circ overline bar dot phantom hphantom vphantom hspace label tag color textcolor mathbb begin end dots"
+    "rceil circ choose over overline bar dot phantom hphantom vphantom hspace label tag color "
+    "textcolor mathbb begin end dots"
 )
 
 

@@ -79,7 +79,7 @@ MULTIPLES = {
 
 _NOT_LABELS = names(
     "not no never nor neither either is are was were be isn't aren't wrong incorrect false than less fewer between "
-    "maybe perhaps possibly about except without but if unless plus minus times over divided anything any all "
+    "maybe perhaps possibly about except without but if unless plus minus times over divided anything any "
     "something nothing unknown else other another to from at least most where when"
 )
 _MOST_WORDS = 6
@@ -96,8 +96,8 @@ def unit_of(words: list[str]) -> str | None:
     parts: list[str] = []
     power = ""
     for word in (_WHOLE.get(word.lower(), word.lower()) for word in words):
-        if word in ("square", "sq", "sq.", "cubic"):
-            power = "^3" if word == "cubic" else "^2"
+        if word in ("square", "sq", "cubic", "cu"):
+            power = "^3" if word in ("cubic", "cu") else "^2"
         elif word in ("per", "/", "an", "a", "each") and parts:
             parts.append("/" if word in ("per", "/") else "")
         elif word.startswith("^"):
