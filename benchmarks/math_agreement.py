@@ -115,12 +115,15 @@ def _gsm8k(folder: Path) -> Iterator[tuple[str, list[Case]]]:
             )
     if (path := folder / "example_model_solutions.jsonl.gz").is_file():
         for form in ("auto", "final_answer", "last_number"):
-            yield f"GSM8K models, {form}", [
-                Case(f"{place} {model}", row["ground_truth"], answer["solution"], answer["is_correct"], form)
-                for place, row in enumerate(rows_of(path))
-                for model, answer in row.items()
-                if isinstance(answer, dict)
-            ]
+            yield (
+                f"GSM8K models, {form}",
+                [
+                    Case(f"{place} {model}", row["ground_truth"], answer["solution"], answer["is_correct"], form)
+                    for place, row in enumerate(rows_of(path))
+                    for model, answer in row.items()
+                    if isinstance(answer, dict)
+                ],
+            )
 
 
 async def judged(cases: list[Case], workers: int) -> list[Verdict]:

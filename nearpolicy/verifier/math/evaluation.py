@@ -25,6 +25,8 @@ LARGEST_BITS = 50_000
 """Of an exact number: 2^{4950} is computed, 9^{9^9} is not."""
 LARGEST_DIGITS = 2000
 """Before the decimal point of a number that is not exact."""
+MOST_WORK = 30_000
+"""Functions times digits at one sample point."""
 _LARGEST_FACTORIAL = 3000
 _LARGEST_BINOMIAL = 10_000
 _LOG = "the base of log"
@@ -163,9 +165,11 @@ def equal(first: Expression, second: Expression, *, tolerance: float = 0.0) -> b
         if None in values:
             continue
         agree = _close(*values, 0.0 if names else tolerance)
-        (real if all(_is_real(value) for value in values) else complex_).append(agree)
-    decisive = real or complex_
-    return bool(decisive) and all(decisive)
+        are_real = all(_is_real(value) for value in values)
+        if are_real and not agree:
+            return False
+        (real if are_real else complex_).append(agree)
+    return bool(real) or (bool(complex_) and all(complex_))
 
 
 def ratio(first: Expression, second: Expression) -> float | None:
@@ -223,12 +227,12 @@ def _value(expression: Expression, point: Mapping[str, Fraction]) -> Any | None:
     """The value at a point as a complex number; None where it has none. May raise `TooLarge`."""
     digits = DIGITS + 15
     for _ in range(3):
-        sizes = _Sizes()
+        effort = _Effort(digits)
         try:
-            value = _Numeric(_context(digits), point, sizes).value(expression)
+            value = _Numeric(_context(digits), point, effort).value(expression)
         except (Undefined, ZeroDivisionError, OverflowError, ValueError):
             return None
-        needed = DIGITS + 15 + 2 * sizes.spread
+        needed = DIGITS + 15 + 2 * effort.spread
         if needed <= digits:
             return value
         digits = needed
@@ -248,11 +252,20 @@ def _context(digits: int) -> Any:
     return _contexts.own
 
 
-class _Sizes:
-    """How far the numbers of a computation lie from 1, in decimal digits."""
+class _Effort:
+    """How far the numbers of a computation lie from 1, and how much work it has been; `TooLarge` if it is too much."""
 
-    def __init__(self) -> None:
+    def __init__(self, digits: int) -> None:
+        self._digits = digits
+        self._spent = 0
         self.spread = 0
+        """Largest distance from 1, in decimal digits."""
+
+    def spend(self, functions: int) -> None:
+        """Count the evaluation of so many functions such as sin; gamma is as slow as twenty."""
+        self._spent += functions * self._digits
+        if self._spent > MOST_WORK:
+            raise TooLarge("too many functions of too large numbers are in it")
 
     def see(self, value: Any) -> None:
         size = abs(value)
@@ -269,16 +282,16 @@ class _Sizes:
 class _Numeric:
     """Evaluates a tree bottom-up, once per node."""
 
-    def __init__(self, context: Any, point: Mapping[str, Fraction], sizes: _Sizes) -> None:
+    def __init__(self, context: Any, point: Mapping[str, Fraction], effort: _Effort) -> None:
         self._context = context
         self._point = point
-        self._sizes = sizes
+        self._effort = effort
         self._noise = context.mpf(10) ** (8 - context.dps)
 
     def value(self, expression: Expression) -> Any:
         found = self._context.mpc(self._raw(expression))
         found = self._context.mpc(self._cleared(found.real, abs(found)), self._cleared(found.imag, abs(found)))
-        self._sizes.see(found)
+        self._effort.see(found)
         return found
 
     def _cleared(self, value: Any, size: Any) -> Any:
@@ -344,6 +357,7 @@ class _Numeric:
         return self._unknown(operation, values)
 
     def _named(self, function: str, value: Any) -> Any:
+        self._effort.spend(1)
         return self._cleared(getattr(self._context, function)(value), abs(value))
 
     def _whole(self, function: str, value: Any) -> Any:
@@ -361,6 +375,7 @@ class _Numeric:
             raise TooLarge("a power in it has too many digits")
         if exponent.imag == 0 and exponent.real == int(exponent.real):
             return base ** int(exponent.real)
+        self._effort.spend(1)
         return self._context.power(base, exponent)
 
     def _root(self, value: Any, degree: Any) -> Any:
@@ -372,6 +387,7 @@ class _Numeric:
     def _factorial(self, value: Any) -> Any:
         if abs(value) > _LARGEST_FACTORIAL // 4:
             raise TooLarge("a factorial in it has too many digits")
+        self._effort.spend(20)
         return self._context.gamma(value + 1)
 
     def _unknown(self, name: str, values: list[Any]) -> Any:
