@@ -336,7 +336,7 @@ def test_shapes_that_mean_one_thing(gold, answer):
     ("gold", "answer"),
     pairs(
         r"""
-        (2,5)       | (5,2)  [2,5]  (2,5,0)  2  5,2  (2;6)
+        (2,5)       | (5,2)  2 or 5  [2,5]  (2,5,0)  2  5,2  (2;6)
         (1,-2)      | (1,2)  1,2
         (2,\infty)  | |x|>2  x\ge 2  x<2  x^2>4
         (1,4]       | [1,4]  (1,4)  1\le x\le 4  1<x<4

@@ -199,11 +199,10 @@ class _Rules:
             case Bracketed(), Bracketed():
                 same_brackets = (gold.left, gold.right) == (answer.left, answer.right)
                 return same_brackets and self._each(gold.items, answer.items)
-            case (Bracketed("(", items, ")"), Several(others)) | (Several(others), Bracketed("(", items, ")")) if (
-                not any(isinstance(other, Relation) and "=" not in other.operators for other in others)
-            ):
-                ordered = (items, others) if isinstance(gold, Bracketed) else (others, items)
-                return self._each(*ordered)
+            case Bracketed("(", items, ")"), Several(others, False) if not _inequalities(others):
+                return self._each(items, others)
+            case Several(items, False), Bracketed("(", others, ")") if not _inequalities(items):
+                return self._each(items, others)
             case Set(items), (Set(others) | Several(others)):
                 return self._same_set(items, others)
             case Several(items), Set(others):
@@ -369,6 +368,10 @@ class _Rules:
 
 
 # Shapes
+
+
+def _inequalities(items: Sequence[Answer]) -> bool:
+    return any(isinstance(item, Relation) and "=" not in item.operators for item in items)
 
 
 def _words(text: str) -> str:

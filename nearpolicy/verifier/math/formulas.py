@@ -73,9 +73,10 @@ class FormulaParser:
         self._depth += 1
         if self._depth > DEEPEST:
             raise Unreadable(f"it is nested more than {DEEPEST} levels deep")
-        found = read()
-        self._depth -= 1
-        return found
+        try:
+            return read()
+        finally:
+            self._depth -= 1
 
     # Sums and products
 
@@ -131,9 +132,7 @@ class FormulaParser:
             return self._tokens[self._place - 1].kind != "number" and not (
                 token.spaced and self._tokens[self._place - 1].kind == "letter"
             )
-        if token.kind == "letter":
-            return not self._is_unit(token)
-        if token.kind == "word":
+        if token.kind in ("letter", "word"):
             return not self._is_unit(token)
         if token.kind == "command":
             return token.text in _ATOMS
