@@ -99,11 +99,24 @@ class NumberReward(_AnswerReward):
     """Value of the right number inside other text; below 1 it teaches the model to write nothing but the number."""
 
 
+ExtractionForm = Literal["auto", "boxed", "tag", "final_answer", "hash", "last_number", "whole"]
+"""Where a math answer stands in a completion; `MathVerifyReward.extract` says which is which."""
+
+
 class MathVerifyReward(_AnswerReward):
-    r"""1 if math-verify finds the completion equal to the answer. Plain and LaTeX, with or without ``\boxed``."""
+    """1 if the answer in the completion equals the right one as mathematics, 0 otherwise; `docs/verify-math.md` lists
+    the conventions. Its part `found` is 1 where the completion holds an answer in the form that counts."""
 
     kind: Literal["math_verify"] = "math_verify"
     """Selects this reward."""
+    extract: ExtractionForm = "auto"
+    r"""Where the answer stands. `boxed`: in the last complete ``\boxed{}`` or ``\fbox{}``. `tag`: in the last
+    ``<answer></answer>``. `final_answer`: after the last ``####``, ``A:``, ``Answer:`` or ``the answer is``. `hash`:
+    the number right after the last ``####``, as GSM8K's own grader reads it. `last_number`: the last number or
+    formula. `whole`: the completion is the answer. `auto`: the first of `boxed`, `tag`, `final_answer`, `whole` (if it
+    is nothing but an answer) and `last_number` that is there."""
+    tolerance: float = Field(default=0.0, ge=0, le=0.5)
+    """Relative difference up to which two real numbers are equal. 0: values are exact, and 0.333 is not a third."""
 
 
 class ReasoningGymReward(_AnswerReward):

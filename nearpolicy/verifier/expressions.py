@@ -1,17 +1,12 @@
-"""Right answers read as math-verify reads them, for a process that can be ended; importing this loads math-verify."""
+"""Right answers that only math-verify may be able to read, for a process that can be ended; importing this loads it."""
 
 from __future__ import annotations
 
-from nearpolicy.verifier import rewards
-from nearpolicy.verifier.config import MathVerifyReward
+from nearpolicy.verifier.math import library, verdict
 
-rewards.preload(MathVerifyReward())
+library.preload()
 
 
 def problem(_: None, answer: str) -> str | None:
     """What is wrong with the right answer of a row; None if it can be read."""
-    try:
-        rewards.golds_of(answer)
-    except rewards.RowError as error:
-        return str(error)
-    return None
+    return verdict.gold_problem(answer)

@@ -22,21 +22,21 @@ from nearpolicy.verifier.config import (
     RubricReward,
 )
 from nearpolicy.verifier.learned_config import NumberItem
+from nearpolicy.verifier.math import verdict
 from nearpolicy.verifier.rewards import RowError
 
 Rows = Sequence[Mapping[str, Any]]
 Unfit = Iterable[tuple[int, str, str]]
 MOST_EXPRESSIONS = 3000
-"""Different answers that math-verify looks at before a run; it takes milliseconds for each."""
+"""Different answers that are read as formulas before a run; each takes part of a millisecond, or milliseconds where
+math-verify is needed."""
 EXPRESSION_S = 10.0
-LONG_NUMBER = 100
-"""Digits from which even a plain number is worth a look."""
 
 
 def unfit(reward: RewardConfig, rows: Rows, *, every_row: bool = False) -> Unfit:
     """Rows that this reward cannot score. User functions are not asked: they know what they read.
 
-    Unless ``every_row``, of very many expressions for math-verify only some are looked at, evenly through the rows.
+    Unless ``every_row``, of very many math answers only some are looked at, evenly through the rows.
     """
     match reward:
         case NumberReward():
@@ -66,19 +66,23 @@ def _unfit_each(column: str, read: Callable[[Mapping[str, Any]], Any], rows: Row
 
 
 def _unfit_expressions(reward: MathVerifyReward, rows: Rows, most: int | None) -> Iterator[tuple[int, str, str]]:
-    """Equal answers are parsed once, plain numbers not at all, and all in a process that can be ended."""
+    """Equal answers are read once, and those that only math-verify may read in a process that can be ended."""
     places: dict[str, int] = {}
     for place, row in enumerate(rows):
         answer = str(row[reward.answer_column])
-        if len(answer) > LONG_NUMBER or not rewards.is_number(answer):
+        if not rewards.is_number(answer):
             places.setdefault(answer, place)
     step = 1 if most is None else -(-len(places) // most) or 1
-    chosen = list(itertools.islice(places.items(), 0, None, step))
+    chosen = [
+        (answer, place)
+        for answer, place in itertools.islice(places.items(), 0, None, step)
+        if not verdict.read_without_library(answer)
+    ]
     if not chosen:
         return
     texts = [answer for answer, _ in chosen]
     answers = bounded("nearpolicy.verifier.expressions:problem", None, texts, limit_s=EXPRESSION_S, chunk=32)
     for (_, place), answer in zip(chosen, answers, strict=True):
-        wrong = answer.value if answer.error is None else f"math-verify cannot read it: {answer.error}"
+        wrong = answer.value if answer.error is None else f"cannot be read: {answer.error}"
         if wrong is not None:
             yield place, reward.answer_column, wrong

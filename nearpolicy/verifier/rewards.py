@@ -8,12 +8,10 @@ exception means that the scoring code is at fault; the caller turns it into a fa
 from __future__ import annotations
 
 import functools
-import itertools
 import json
-import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -30,6 +28,7 @@ from nearpolicy.verifier.config import (
     RegexReward,
 )
 from nearpolicy.verifier.ifeval import constraints, languages
+from nearpolicy.verifier.math import library, verdict
 
 BuiltIn = ExactMatchReward | RegexReward | NumberReward | MathVerifyReward | ReasoningGymReward | IfevalReward
 
@@ -81,7 +80,7 @@ def score(reward: BuiltIn, sample: Sample) -> Verdict:
         return Verdict.failed(str(error))
 
 
-ANOTHER = r"\boxed{17}"
+ANOTHER = "17"
 """An answer that is trivial to read, and nearly always another one than the right one."""
 
 
@@ -93,7 +92,8 @@ def controls(reward: BuiltIn, columns: Mapping[str, Any]) -> tuple[str, ...]:
     before it is compared with something else.
     """
     if isinstance(reward, MathVerifyReward):
-        return _as_latex(_answer(reward.answer_column, columns)), ANOTHER
+        right, another = _answer(reward.answer_column, columns), ANOTHER
+        return verdict.as_completion(reward, right), verdict.as_completion(reward, another)
     if isinstance(reward, ReasoningGymReward):
         tag, answer = reward.answer_tag, _answer(reward.answer_column, columns)
         return tuple(f"<{tag}>{text}</{tag}>" if tag else text for text in (answer, ANOTHER))
@@ -201,64 +201,11 @@ def _zero(reason: str, **parts: float) -> Verdict:
     return Verdict(outcome=Outcome.SCORED, value=0.0, parts=parts, reason=reason)
 
 
-# math-verify
-
-
-def golds_of(answer: str) -> list[Any]:
-    """What a right answer says, in math-verify's terms; `RowError` if nothing."""
-    try:
-        golds = _parse(_as_latex(answer))
-    except ValueError:
-        golds = []
-    if not golds:
-        raise RowError(f"math-verify finds nothing to compare with in the answer {_brief(answer)}")
-    return golds
+# Math
 
 
 def _math_verify(reward: MathVerifyReward, sample: Sample) -> Verdict:
-    golds = golds_of(_answer(reward.answer_column, sample.columns))
-    try:
-        candidates = _parse(sample.text)
-    except ValueError as error:  # sympy's parse errors are ValueErrors: an integer of 5000 digits, for one
-        return _zero(f"the completion cannot be read: {str(error)[:200]}")
-    if not candidates:
-        return _zero("no answer in the completion")
-    equal = functools.partial(_library().verify, timeout_seconds=None, raise_on_error=True)
-    return Verdict.scored(float(any_equal(golds, candidates, equal)))
-
-
-def _as_latex(answer: str) -> str:
-    r"""The answer as math-verify reads it best: bare LaTeX such as ``\frac{1}{2}`` is found only inside a delimiter."""
-    return answer if "\\boxed" in answer or "$" in answer else rf"\boxed{{{answer}}}"
-
-
-def _parse(text: str) -> list[Any]:
-    # math-verify does not know the sign U+2212 outside LaTeX. Its own time limits use SIGALRM, which exists only in a
-    # main thread and is blind inside one long multiplication; ours kills the process.
-    return _library().parse(text.replace("\u2212", "-"), parsing_timeout=None, raise_on_error=True)
-
-
-def any_equal(golds: Iterable[Any], candidates: Iterable[Any], equal: Callable[[Any, Any], bool]) -> bool:
-    """Whether any pair is equal; an error in one pair counts only if no other pair settles the matter."""
-    failure: Exception | None = None
-    for gold, candidate in itertools.product(golds, candidates):
-        try:
-            if equal(gold, candidate):
-                return True
-        except Exception as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure
-    return False
-
-
-@functools.cache
-def _library() -> Any:
-    """math-verify, imported late because it takes most of a second, and without its warnings about missing limits."""
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    import math_verify
-
-    return math_verify
+    return verdict.verify(reward, _answer(reward.answer_column, sample.columns), sample.text)
 
 
 # Instructions
@@ -339,7 +286,7 @@ def _data_set(name: str, params: str) -> Any:
 def preload(reward: BuiltIn) -> None:
     """Load now what the first score would load, so that no time limit pays for it."""
     if isinstance(reward, MathVerifyReward):
-        _parse("$1$")  # a parse builds the grammar, which takes longer than most answers
+        library.preload()
     elif isinstance(reward, ReasoningGymReward):
         import reasoning_gym  # noqa: F401
     elif isinstance(reward, IfevalReward):

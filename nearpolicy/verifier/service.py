@@ -240,6 +240,23 @@ class FailureRate:
             )
 
 
+async def judged_once(
+    reward: RewardConfig, completion: str, columns: Mapping[str, Any], config: VerifierConfig | None = None
+) -> Verdict:
+    """The verdict of one reward on one completion, with the limits of a run: for commands, and for a look by hand.
+
+    ``columns``: the row, with the right answer where the reward reads it (``{"answer": "1/2"}``).
+    """
+    service = VerifierService({"once": [reward]}, config or VerifierConfig())
+    await service.start()
+    try:
+        prompt = Prompt(id="once", task="once", text="", columns=columns)
+        rollout = Rollout(sample=0, segments=(), text=completion, numerics="exact")
+        return (await service.score(prompt, rollout))[reward.source]
+    finally:
+        await service.close()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
     """One reward source of one task, ready for use."""

@@ -123,57 +123,6 @@ def test_regex_searches_or_must_match_the_whole_completion():
     assert value(RegexReward(pattern=r"\d+", match="full"), "12") == 1.0
 
 
-# K34, as far as math-verify alone decides it
-
-GOLD_34 = [r"\frac{3}{4}", "3/4", "0.75", ".75", r"$\frac{3}{4}$", r"\boxed{\dfrac34}", r"\boxed{\frac34}"]
-
-
-@pytest.mark.parametrize("text", GOLD_34)
-def test_equal_numbers_are_equal_in_usual_notations(text):
-    assert value(MathVerifyReward(), text, answer="3/4") == 1.0
-    assert value(MathVerifyReward(), text, answer=r"\frac{3}{4}") == 1.0
-
-
-@pytest.mark.parametrize("text", ["0.74", "4/3", "3", r"\boxed{\frac{4}{3}}", "", "no idea"])
-def test_unequal_numbers_score_zero(text):
-    assert value(MathVerifyReward(), text, answer="3/4") == 0.0
-
-
-@pytest.mark.parametrize("text", ["\u22124", "the answer is \u22124", "\\boxed{\u22124}"])
-def test_unicode_minus_is_a_minus(text):
-    assert value(MathVerifyReward(), text, answer="-4") == 1.0
-
-
-def test_an_error_in_one_comparison_counts_only_if_no_other_settles_it():
-    def equal(gold, candidate):
-        if candidate == "bad":
-            raise TypeError("cannot compare")
-        return gold == candidate
-
-    assert rewards.any_equal([1], ["bad", 1], equal)
-    with pytest.raises(TypeError, match="cannot compare"):
-        rewards.any_equal([1], ["bad", 2], equal)
-
-
-def test_answer_that_math_verify_cannot_read_is_the_rows_fault():
-    verdict = score(MathVerifyReward(), sample("5", answer="  "))
-    assert verdict.outcome is Outcome.FAILED and "answer" in verdict.reason
-
-
-@pytest.mark.parametrize("text", ["1" * 5000, "so $" + "9" * 6000 + "$"])
-def test_a_completion_that_math_verify_cannot_read_is_wrong_not_a_failure(text):
-    verdict = score(MathVerifyReward(), sample(text, answer="3/4"))
-    assert (verdict.outcome, verdict.value) == (Outcome.SCORED, 0.0)
-    assert "cannot be read" in verdict.reason
-
-
-def test_control_of_math_verify_passes_its_own_reward():
-    for answer in ("5", r"\frac{1}{7}", r"$x^2$", "3/4"):
-        assert (
-            value(MathVerifyReward(), rewards.controls(MathVerifyReward(), {"answer": answer})[0], answer=answer) == 1.0
-        )
-
-
 # reasoning-gym
 
 
@@ -287,20 +236,20 @@ def test_params_that_the_data_set_refuses_are_found_before_a_run():
     assert "refuses the reward's params" in found
 
 
-def test_answers_that_math_verify_cannot_read_are_found_before_a_run_each_once():
-    answers = ["5", r"\frac{1}{2}", "", "1/2", "9" * 5000, "-3.5", "", "x^2"]
+def test_answers_that_cannot_be_compared_are_found_before_a_run_each_once():
+    answers = ["5", r"\frac{1}{2}", "", "1/2", "9" * 5000, "-3.5", "", "x^2", r"\frac{9", "Navin", r"\int_0^1 x\,dx"]
     found = list(unfit(MathVerifyReward(), [{"answer": answer} for answer in answers]))
-    assert [(place, column) for place, column, _ in found] == [(2, "answer")]
-    assert "math-verify finds nothing to compare with" in found[0][2]
+    assert [(place, column) for place, column, _ in found] == [(2, "answer"), (8, "answer")]
+    assert found[0][2] == "is empty" and "which cannot be compared" in found[1][2]
 
 
 def test_of_very_many_expressions_some_are_looked_at_evenly_unless_every_row_is_asked_for(monkeypatch):
     seen = []
     monkeypatch.setattr(reading, "MOST_EXPRESSIONS", 10)
     monkeypatch.setattr(reading, "bounded", lambda _, __, texts, **___: [seen.append(t) or Answer() for t in texts])
-    rows = [{"answer": f"x^{{{n}}}"} for n in range(95)] + [{"answer": str(n)} for n in range(1000)]
+    rows = [{"answer": rf"\int_0^{{{n}}} x"} for n in range(95)] + [{"answer": str(n)} for n in range(1000)]
     assert list(unfit(MathVerifyReward(), rows)) == []
-    assert seen == [f"x^{{{n}}}" for n in range(0, 95, 10)]
+    assert seen == [rf"\int_0^{{{n}}} x" for n in range(0, 95, 10)]
     seen.clear()
     assert list(unfit(MathVerifyReward(), rows, every_row=True)) == []
     assert len(seen) == 95

@@ -27,6 +27,8 @@ SUBMISSION = Sample(text="submission", columns={}, completion_ids=[], task="t")
 CONTROL = Sample(text="control", columns={}, completion_ids=[], task="t")
 ANOTHER = Sample(text="another", columns={}, completion_ids=[], task="t")
 TOWER = r"\boxed{9^{9^{9^{9}}}}"
+ENDLESS = r"\boxed{\sum_{k=1}^{2} 9^{9^{9^{9}}}}"
+"""A sum is for math-verify, which computes it; a power alone would be told from its size."""
 
 
 def scored(value):
@@ -182,21 +184,21 @@ def test_a_reward_that_has_answered_once_costs_no_more_than_its_groups():
 
 def test_endless_computation_ends_at_its_limit_and_scores_zero():
     async def run():
-        async with verifying(MathVerifyReward(), timeout_s=2) as service:
+        async with verifying(MathVerifyReward(), timeout_s=1) as service:
             began = time.monotonic()
-            verdicts = await score(service, TOWER, answer="5")
+            verdicts = await score(service, ENDLESS, answer="5")
             return verdicts["math_verify"], time.monotonic() - began
 
     verdict, seconds = asyncio.run(run())
     assert (verdict.outcome, verdict.value, verdict.reason) == (Outcome.SCORED, 0.0, "time_limit")
-    assert 2.0 <= seconds < 4.0
+    assert 1.0 <= seconds < 4.0
 
 
 def test_workers_are_free_again_after_endless_computations():
     async def run():
         async with verifying(MathVerifyReward(), timeout_s=0.7, workers=2) as service:
             began = time.monotonic()
-            texts = [TOWER] * 4 + [rf"\boxed{{{n}}}" for n in range(10)]
+            texts = [ENDLESS] * 4 + [rf"\boxed{{{n}}}" for n in range(10)]
             golds = ["5"] * 4 + [str(n) for n in range(10)]
             calls = [score(service, text, answer=gold) for text, gold in zip(texts, golds, strict=True)]
             return [v["math_verify"] for v in await asyncio.gather(*calls)], time.monotonic() - began
