@@ -13,8 +13,8 @@ from pathlib import Path
 from nearpolicy.config import load_recipe
 from nearpolicy.machine import prepare_environment
 from nearpolicy.records import Admission
-from nearpolicy.verifier.config import reward_weights
-from nearpolicy.verifier.service import VerifierService, weighted_reward
+from nearpolicy.verifier.combining import weighted_reward
+from nearpolicy.verifier.service import VerifierService
 
 STEPS, LEARNING_RATE = 15, 1e-3
 
@@ -45,7 +45,7 @@ async def main() -> list[float]:
         verifier,
         render=language.renderer.prompt_ids,
         decode=language.decode,
-        reward_of=lambda verdicts, _: weighted_reward(verdicts, reward_weights(task.rewards)),
+        reward_of=lambda verdicts, _: weighted_reward(verdicts, task.rewards),
         sampling=language.sampling,
         n=config.sampling.num_generations,
     )
