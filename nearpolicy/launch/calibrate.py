@@ -111,7 +111,7 @@ def _against(reward: RewardConfig) -> str | None:
 def verdicts_needed(reward: RewardConfig, labelled: Labelled, attacks: int) -> int:
     """How many a calibration asks for."""
     from nearpolicy.launch.calibrate_measure import wrong_answers
-    from nearpolicy.verifier.attacks import ATTACKS
+    from nearpolicy.verifier.learned.attacks import ATTACKS
 
     per_pair = 1 if _against(reward) is not None else 2
     per_wrong = 1 + len(ATTACKS) + (1 if labelled.pairs and per_pair == 2 else 0)

@@ -28,8 +28,8 @@ from nearpolicy.evaluate.agreement import (
 )
 from nearpolicy.launch.calibrate_data import Item, Labelled, Pair
 from nearpolicy.records import Verdict
-from nearpolicy.verifier.attacks import ATTACKS, Attack
-from nearpolicy.verifier.judge import all_of
+from nearpolicy.verifier.learned.attacks import ATTACKS, Attack
+from nearpolicy.verifier.learned.judge import all_of
 
 Score = Callable[[str, str, Mapping[str, object]], Awaitable[Verdict]]
 """(prompt, answer, columns) -> verdict"""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nearpolicy.tasks.mixture import Mixture, TaskData
     from nearpolicy.verifier.config import CodeReward, RewardConfig
     from nearpolicy.verifier.functions import UserFunction
-    from nearpolicy.verifier.learned_config import JudgingConfig
+    from nearpolicy.verifier.learned.config import JudgingConfig
 
 Lines = Iterator[tuple[str, str]]
 
@@ -177,7 +177,7 @@ def _package_problems(config: RunConfig) -> Iterator[str]:
 def _reward_problems(config: RunConfig) -> Iterator[str]:
     """What learned rewards lack, as far as it can be told without asking an endpoint or loading a model."""
     from nearpolicy.verifier.config import LearnedReward
-    from nearpolicy.verifier.learned import problem_of
+    from nearpolicy.verifier.learned.scorers import problem_of
 
     for task in config.tasks:
         for reward in task.rewards:

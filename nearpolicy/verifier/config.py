@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 
 from nearpolicy.errors import nearest
 from nearpolicy.settings import ConfigModel, RegularExpression, Seconds
-from nearpolicy.verifier.learned_config import JudgeSettings, RewardModelSettings, RubricSettings
+from nearpolicy.verifier.learned.config import JudgeSettings, RewardModelSettings, RubricSettings
 
 AS_WRITTEN = "as_written"
 """The attachment of a prompt whose row holds text that went into a chat message: that text."""

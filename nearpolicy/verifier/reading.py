@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from nearpolicy.bounded import bounded
-from nearpolicy.verifier import code, rewards, rubric
+from nearpolicy.verifier import code, rewards
 from nearpolicy.verifier.config import (
     CodeReward,
     IfevalReward,
@@ -21,7 +21,8 @@ from nearpolicy.verifier.config import (
     RewardConfig,
     RubricReward,
 )
-from nearpolicy.verifier.learned_config import NumberItem
+from nearpolicy.verifier.learned import rubric
+from nearpolicy.verifier.learned.config import NumberItem
 from nearpolicy.verifier.math import verdict
 from nearpolicy.verifier.rewards import RowError
 

@@ -37,7 +37,7 @@ from nearpolicy.verifier.config import (
     check_together,
 )
 from nearpolicy.verifier.functions import RewardFunctionError, UserFunction
-from nearpolicy.verifier.learned import LearnedScorers
+from nearpolicy.verifier.learned.scorers import LearnedScorers
 from nearpolicy.verifier.rewards import BuiltIn, Sample, runs_inline
 from nearpolicy.verifier.sandbox.ladder import Opened, opened
 from nearpolicy.verifier.workers import WorkerPool

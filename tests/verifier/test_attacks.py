@@ -10,8 +10,8 @@ import pytest
 from fake_endpoint import KEY, blocks, everything, fields_of, is_probe, outside, serving, verdict
 
 from nearpolicy.records import Prompt, Rollout
-from nearpolicy.verifier.attacks import ATTACKS, CONTAINED
 from nearpolicy.verifier.config import JudgeReward, VerifierConfig
+from nearpolicy.verifier.learned.attacks import ATTACKS, CONTAINED
 from nearpolicy.verifier.service import VerifierService
 
 QUESTION, WRONG = "What is the capital of Australia?", "The capital of Australia is Sydney."

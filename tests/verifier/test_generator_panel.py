@@ -11,8 +11,8 @@ import pytest
 from nearpolicy.records import Finish, Outcome
 from nearpolicy.roles import Completion
 from nearpolicy.verifier.config import JudgeReward
-from nearpolicy.verifier.generator_panel import GeneratorPanel
-from nearpolicy.verifier.judge import Judge
+from nearpolicy.verifier.learned.generator_panel import GeneratorPanel
+from nearpolicy.verifier.learned.judge import Judge
 from nearpolicy.verifier.rewards import Sample
 
 REWARD = JudgeReward(models=("engine",), scale=(1, 10))
@@ -72,7 +72,7 @@ def test_the_embedded_engine_agrees_with_the_model_computed_directly():
     from nearpolicy.models.label_tree import LabelTree
     from nearpolicy.models.loading import load_policy, resolve
     from nearpolicy.models.numerics import FAST
-    from nearpolicy.verifier import asking
+    from nearpolicy.verifier.learned import asking
 
     policy = load_policy(resolve("random:llama", {"max_position_embeddings": 4096}), known_to_fit=True)
     limits = EngineLimits.sized(policy, max_running=1024, prefill_chunk=512, max_length=2048, kv_memory_mb=64)

@@ -29,9 +29,6 @@ from pydantic import TypeAdapter, ValidationError
 from nearpolicy.config import parse_mapping
 from nearpolicy.errors import ConfigError, NearpolicyError
 from nearpolicy.records import Outcome, Prompt, Rollout
-from nearpolicy.verifier import asking
-from nearpolicy.verifier.asking import Choice, Material, Question, UnreadableAnswer
-from nearpolicy.verifier.attacks import ATTACKS, CONTAINED
 from nearpolicy.verifier.config import (
     JudgeReward,
     RewardConfig,
@@ -40,6 +37,9 @@ from nearpolicy.verifier.config import (
     VerifierConfig,
     check_together,
 )
+from nearpolicy.verifier.learned import asking
+from nearpolicy.verifier.learned.asking import Choice, Material, Question, UnreadableAnswer
+from nearpolicy.verifier.learned.attacks import ATTACKS, CONTAINED
 from nearpolicy.verifier.service import VerifierService
 
 VARIABLE = "NEARPOLICY_TEST_JUDGE_KEY"

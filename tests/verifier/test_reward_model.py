@@ -19,8 +19,8 @@ from nearpolicy.models.config import TINY
 from nearpolicy.models.tokenizer import byte_tokenizer
 from nearpolicy.records import Outcome, Prompt, Rollout
 from nearpolicy.verifier.config import JudgeReward, RewardModelReward, RubricReward, VerifierConfig
-from nearpolicy.verifier.model_main import HeadScorer, _answers
-from nearpolicy.verifier.reward_model import RewardModel, reward_model_setup
+from nearpolicy.verifier.learned.model_main import HeadScorer, _answers
+from nearpolicy.verifier.learned.reward_model import RewardModel, reward_model_setup
 from nearpolicy.verifier.rewards import Sample
 from nearpolicy.verifier.service import VerifierService
 

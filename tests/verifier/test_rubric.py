@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from nearpolicy.records import Outcome, Prompt, Rollout
 from nearpolicy.verifier.config import RubricReward, VerifierConfig
+from nearpolicy.verifier.learned.rubric import Rubric, quotations
 from nearpolicy.verifier.rewards import Sample
-from nearpolicy.verifier.rubric import Rubric, quotations
 from nearpolicy.verifier.service import VerifierService
 
 SOURCE = "The melting point of gallium is 29.8 \u00b0C \u2013 it melts\nin the \u201chand\u201d. "

@@ -19,7 +19,7 @@ from typing import Any
 from nearpolicy.errors import ConfigError, NearpolicyError
 from nearpolicy.verifier.workers import WorkerDied, WorkerProcess
 
-MODULE = "nearpolicy.verifier.model_main"
+MODULE = "nearpolicy.verifier.learned.model_main"
 START_LIMIT_S = 600.0
 """A large model is read from a slow disk."""
 

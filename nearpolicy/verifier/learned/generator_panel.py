@@ -18,9 +18,9 @@ from nearpolicy.errors import NearpolicyError
 from nearpolicy.models.label_tree import LabelTree
 from nearpolicy.records import Finish
 from nearpolicy.roles import Generator, Request, Sampling
-from nearpolicy.verifier import asking
-from nearpolicy.verifier.asking import Answer, Choice, Question
-from nearpolicy.verifier.judge import NoAnswer, all_of
+from nearpolicy.verifier.learned import asking
+from nearpolicy.verifier.learned.asking import Answer, Choice, Question
+from nearpolicy.verifier.learned.judge import NoAnswer, all_of
 
 PURPOSE = "judge"
 

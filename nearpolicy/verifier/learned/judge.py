@@ -16,12 +16,12 @@ from typing import Any, Protocol, TypeVar
 
 from nearpolicy.errors import first_error
 from nearpolicy.records import Outcome, Verdict
-from nearpolicy.verifier import asking
-from nearpolicy.verifier.asking import Answer, Choice, Material, Question, UnreadableAnswer
 from nearpolicy.verifier.config import JudgeReward
-from nearpolicy.verifier.endpoint import Endpoint, EndpointFault
-from nearpolicy.verifier.learned_config import JudgingConfig
-from nearpolicy.verifier.model_server import ModelFault, ModelServer
+from nearpolicy.verifier.learned import asking
+from nearpolicy.verifier.learned.asking import Answer, Choice, Material, Question, UnreadableAnswer
+from nearpolicy.verifier.learned.config import JudgingConfig
+from nearpolicy.verifier.learned.endpoint import Endpoint, EndpointFault
+from nearpolicy.verifier.learned.model_server import ModelFault, ModelServer
 from nearpolicy.verifier.rewards import RowError, Sample
 
 T = TypeVar("T")

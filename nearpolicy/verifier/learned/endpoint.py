@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nearpolicy.errors import ConfigError, NearpolicyError, described
-from nearpolicy.verifier.learned_config import EndpointConfig
+from nearpolicy.verifier.learned.config import EndpointConfig
 
 if TYPE_CHECKING:
     import httpx2

@@ -10,7 +10,7 @@ import numpy as np
 
 from nearpolicy.records import Outcome, Verdict
 from nearpolicy.verifier.config import RewardModelReward
-from nearpolicy.verifier.model_server import ModelFault, ModelServer
+from nearpolicy.verifier.learned.model_server import ModelFault, ModelServer
 from nearpolicy.verifier.rewards import Sample
 
 _AGGREGATES: Mapping[str, Callable[[Sequence[float]], float]] = {

@@ -19,13 +19,13 @@ from nearpolicy.errors import ConfigError, NearpolicyError
 from nearpolicy.records import Verdict
 from nearpolicy.verifier import functions
 from nearpolicy.verifier.config import LearnedReward, RewardModelReward, RubricReward
-from nearpolicy.verifier.endpoint import Endpoint, missing_key
-from nearpolicy.verifier.judge import Judge, LocalPanel, Panel, RemotePanel
-from nearpolicy.verifier.learned_config import JudgingConfig
-from nearpolicy.verifier.model_server import ModelServer
-from nearpolicy.verifier.reward_model import RewardModel, judge_setup, reward_model_setup
+from nearpolicy.verifier.learned.config import JudgingConfig
+from nearpolicy.verifier.learned.endpoint import Endpoint, missing_key
+from nearpolicy.verifier.learned.judge import Judge, LocalPanel, Panel, RemotePanel
+from nearpolicy.verifier.learned.model_server import ModelServer
+from nearpolicy.verifier.learned.reward_model import RewardModel, judge_setup, reward_model_setup
+from nearpolicy.verifier.learned.rubric import Rubric
 from nearpolicy.verifier.rewards import Sample
-from nearpolicy.verifier.rubric import Rubric
 
 _JUDGE_BATCHING = {"batch_size": 4, "window_s": 0.01, "timeout_s": 600.0}
 """Of a judge that is computed here: a question has a thousand tokens, which can take seconds."""

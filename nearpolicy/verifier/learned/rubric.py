@@ -21,10 +21,9 @@ from decimal import Decimal
 from typing import Any
 
 from nearpolicy.records import Outcome, Verdict
-from nearpolicy.verifier.asking import Choice, Material, Question
 from nearpolicy.verifier.config import RubricReward
-from nearpolicy.verifier.judge import NoAnswer, Panel, column_text, shown
-from nearpolicy.verifier.learned_config import (
+from nearpolicy.verifier.learned.asking import Choice, Material, Question
+from nearpolicy.verifier.learned.config import (
     CitesItem,
     ContainsItem,
     JudgeItem,
@@ -34,6 +33,7 @@ from nearpolicy.verifier.learned_config import (
     RegexItem,
     RubricItem,
 )
+from nearpolicy.verifier.learned.judge import NoAnswer, Panel, column_text, shown
 from nearpolicy.verifier.rewards import RowError, Sample, find_numbers, is_number
 
 PATTERN_S = 1.0

@@ -1,4 +1,4 @@
-"""A process that holds one model and scores batches: ``python -m nearpolicy.verifier.model_main DESCRIPTOR PARENT``.
+"""One model in a process of its own, scoring batches: ``python -m nearpolicy.verifier.learned.model_main DESCRIPTOR PARENT``.
 
     setup as JSON -> {"status": "ready", "specials"} | {"status": "refused", "message"}
     [request, ...] -> [{"values": [...]} | {"error": "..."}, ...]     in order; an error is one request's alone
@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from nearpolicy.errors import described
 from nearpolicy.machine import die_with, prepare_environment
-from nearpolicy.verifier.asking import without_tokens
+from nearpolicy.verifier.learned.asking import without_tokens
 from nearpolicy.verifier.messages import encoded, read_frame
 
 NICENESS = 5
