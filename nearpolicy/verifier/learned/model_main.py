@@ -1,4 +1,4 @@
-"""One model in a process of its own, scoring batches: ``python -m nearpolicy.verifier.learned.model_main DESCRIPTOR PARENT``.
+"""One model in a process of its own, which scores batches: ``python -m ...model_main DESCRIPTOR PARENT``.
 
     setup as JSON -> {"status": "ready", "specials"} | {"status": "refused", "message"}
     [request, ...] -> [{"values": [...]} | {"error": "..."}, ...]     in order; an error is one request's alone
