@@ -10,11 +10,15 @@ module is loaded inside the sandbox too, and uses nothing but the standard libra
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 MAX_DEPTH = 64
 LONG_INT = 4000
 """Digits from which an int travels in hexadecimal: Python refuses to read longer ones in decimal."""
+MOST_ALIKE = 100
+"""Members of a set, or keys, with one hash: each is compared with all of them, and who knows how numbers are hashed can
+make a million of them alike."""
 _TAG = "$"
 
 
@@ -22,10 +26,14 @@ class NotPlain(Exception):
     """A value of a type that does not travel; the message names the type."""
 
 
+class TooDeep(NotPlain):
+    """A value that is nested too deeply, whatever its types."""
+
+
 def encode(value: Any, depth: int = 0) -> Any:
     """What `json` can write, or `NotPlain` for what has no form here (functions, generators, own classes, cycles)."""
     if depth > MAX_DEPTH:
-        raise NotPlain(f"a value nested deeper than {MAX_DEPTH}")
+        raise TooDeep(f"a value nested deeper than {MAX_DEPTH}")
     kind = type(value)
     if value is None or kind is bool:
         return value
@@ -90,9 +98,9 @@ _WRITERS: list[tuple[type, Any]] = [
 
 
 def decode(value: Any, depth: int = 0) -> Any:
-    """The value that `encode` wrote; ValueError for anything else, whoever wrote it."""
-    if depth > 2 * MAX_DEPTH:
-        raise ValueError(f"nested deeper than {2 * MAX_DEPTH}")
+    """The value that `encode` wrote; ValueError for anything else, whoever wrote it. What comes out can be encoded."""
+    if depth > MAX_DEPTH:
+        raise ValueError(f"nested deeper than {MAX_DEPTH}")
     if isinstance(value, list):
         return [decode(each, depth + 1) for each in value]
     if not isinstance(value, dict):
@@ -103,7 +111,7 @@ def decode(value: Any, depth: int = 0) -> Any:
         raise ValueError(f"no value is written {str(value)[:80]}")
     try:
         return _READERS[value[_TAG]](value["v"], depth + 1)
-    except (TypeError, AttributeError, LookupError) as error:
+    except (TypeError, AttributeError, LookupError, OverflowError) as error:
         raise ValueError(f"no {value[_TAG]} is written so: {error}") from None
 
 
@@ -113,13 +121,31 @@ def _decoded(items: Any, depth: int) -> list[Any]:
     return [decode(each, depth) for each in items]
 
 
+def _pairs(items: Any, depth: int) -> list[tuple[Any, Any]]:
+    if not isinstance(items, list) or not all(isinstance(item, list) and len(item) == 2 for item in items):
+        raise ValueError("items of a dict are written as pairs")
+    return [(decode(key, depth), decode(each, depth)) for key, each in items]
+
+
+def _spread(keys: list[Any]) -> list[Any]:
+    """These keys, unless too many of them have the same hash."""
+    if max(Counter(map(hash, keys)).values(), default=0) > MOST_ALIKE:
+        raise ValueError(f"more than {MOST_ALIKE} members with the same hash")
+    return keys
+
+
+def _dict_of(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    _spread([key for key, _ in pairs])
+    return dict(pairs)
+
+
 _READERS: dict[str, Any] = {
     "int": lambda v, _: int(v, 16),
     "float": lambda v, _: float(v),
     "tuple": lambda v, depth: tuple(_decoded(v, depth)),
-    "set": lambda v, depth: set(_decoded(v, depth)),
-    "frozenset": lambda v, depth: frozenset(_decoded(v, depth)),
-    "dict": lambda v, depth: dict(map(tuple, _decoded(v, depth))),
+    "set": lambda v, depth: set(_spread(_decoded(v, depth))),
+    "frozenset": lambda v, depth: frozenset(_spread(_decoded(v, depth))),
+    "dict": lambda v, depth: _dict_of(_pairs(v, depth)),
     "bytes": lambda v, _: bytes.fromhex(v),
     "bytearray": lambda v, _: bytearray.fromhex(v),
     "complex": lambda v, _: complex(float(v[0]), float(v[1])),
