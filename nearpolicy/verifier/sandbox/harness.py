@@ -35,6 +35,8 @@ _TIDY_LIMIT = 200
 def run(kind: str, program: bytes, **job: Any) -> int:
     """Exit status of a run of this kind."""
     random.seed(0)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed(0)
     _open_streams()
     return _KINDS[kind](program, **job)
 

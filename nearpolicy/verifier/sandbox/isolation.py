@@ -26,7 +26,7 @@ _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/libx32", "/bin", "/sbin")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _BASE = "/proc"
 """Where the new root is put together: a folder that is always there, and that nothing is taken from."""
-_HIDDEN = ("/usr/src", "/usr/local/src")
+_HIDDEN = ("/usr/src", "/usr/app", "/usr/local/src", "/usr/local/app")
 """Below the system's folders, and none of its: where containers often keep what they are built for, data and all."""
 _OWN_UIDS = ((2_000_000_000, 1 << 24), (64_000, 1000), (60_000, 1000))
 """Where user ids of workers may begin that nobody else has, and how many; within a container only low ones exist."""
@@ -182,7 +182,7 @@ def limit(*, cpu_s: float, memory_mib: int, processes: int, shared_user: bool, h
         resource.RLIMIT_AS: memory,
         resource.RLIMIT_FSIZE: FOLDER_MIB * 2**20,
         resource.RLIMIT_NOFILE: 64,
-        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_CORE: 1,  # 0 would not keep the kernel from starting a program of the machine that keeps cores
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_SIGPENDING: 256,  # timers too
@@ -240,6 +240,7 @@ class Confinement:
     def apply(self, *, processes: bool) -> None:
         """For good, and for all that this process starts. ``processes``: whether it may start any."""
         kernel.drop_capabilities(self._capabilities)
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         ruleset = self._rulesets[processes]
         if ruleset is not None:
             kernel.landlock_restrict(ruleset)

@@ -1,6 +1,7 @@
 """A worker of the sandbox: enters its isolation once, then runs one program after another, each in a copy of itself.
 
-    socket 3: request + descriptors -> "started" + a descriptor of the run -> "ended", with what the kernel knows of it
+    socket 3: where things lie
+              request + descriptors -> "started" + a descriptor of the run -> "ended", with what the kernel knows of it
 
 It knows no test, no expected output and no secret; it reports how a run ended and never what that means. It lives no
 longer than the process that started it. The standard library alone is used.
@@ -51,10 +52,10 @@ _WARM = """
 _SAMPLE = b"import sys\ndef f(x):\n    return [y for y in x if y]\nclass C:\n    pass\nprint(sum(f([1, 2])))\n"
 
 
-def main() -> None:
-    """``worker ISOLATION SLOT PARENT PACKAGES``: PACKAGES is a JSON list of folders and files to import from."""
-    isolation, slot, parent, packages = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
-    sys.argv[:] = sys.orig_argv[:] = []  # paths of this machine
+def main(packages: list[str]) -> None:
+    """``worker ISOLATION SLOT PARENT``. packages: folders and files to import from; forgotten once they are loaded."""
+    isolation, slot, parent = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    sys.argv[:] = sys.orig_argv[:] = []
     control = socket.socket(fileno=CONTROL)
     for place in range(CONTROL + 1, _PLACES):
         os.dup2(0, place)
@@ -87,7 +88,7 @@ def _warm() -> None:
     sink.close()
 
 
-def _isolated(isolation: str, slot: int, packages: Sequence[str]) -> _Worker:
+def _isolated(isolation: str, slot: int, packages: list[str]) -> _Worker:
     """This process behind its walls; in namespaces the one that goes on is a child of it."""
     spaces = isolation == "namespaces"
     shared_user = os.getuid() != 0 and not spaces
@@ -116,6 +117,7 @@ def _isolated(isolation: str, slot: int, packages: Sequence[str]) -> _Worker:
         )
     if not spaces:
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    packages.clear()  # paths of this machine
     gc.collect()
     gc.freeze()
     return _Worker(confinement, spaces=spaces, shared_user=shared_user, held_bytes=held)
@@ -126,6 +128,8 @@ def _preload(packages: Sequence[str]) -> None:
         name = os.path.basename(path).removesuffix(".py")
         if name.isidentifier():  # and not a folder of libraries, such as numpy.libs
             importlib.import_module(name)
+        if name == "numpy":
+            importlib.import_module("numpy.random")  # which would seed itself in each run
 
 
 def _address_space(process: int) -> int:
@@ -175,6 +179,9 @@ class _Worker:
         if not words.startswith(b"+"):
             ended["failure"] = words.decode(errors="replace") or "the run was lost while it was being set up"
         ended |= {"cpu_s": usage.ru_utime + usage.ru_stime, "max_rss_mib": usage.ru_maxrss / 1024}
+        # Process 1 of a namespace can be killed by nobody in it; the kernel does it at the limit of processor time.
+        within = ended["cpu_s"] < request["limits"]["cpu_s"]
+        ended["felled"] = self._spaces and killed is None and status == signal.SIGKILL and within
         control.send(json.dumps(ended).encode())
 
     def _run(self, request: dict[str, Any], descriptors: list[int], passes: int) -> None:

@@ -38,21 +38,25 @@ STARVED_SHARE = 0.5
 _Capture = TypeVar("_Capture", bound=Capture)
 _MODULES = ("values", "kernel", "syscalls", "isolation", "harness", "worker")
 _BOOT = """
-import os, sys, types
+import json, os, sys, types
+def load():
+    told = json.loads(os.read(3, 1 << 16))
+    package = "nearpolicy.verifier.sandbox"
+    for name in ("nearpolicy", "nearpolicy.verifier", package):
+        sys.modules[name] = types.ModuleType(name)
+    for name in {modules}:
+        with open(told["folder"] + "/" + name + ".py", encoding="utf-8") as file:
+            text = file.read()
+        module = sys.modules[package + "." + name] = types.ModuleType(package + "." + name)
+        setattr(sys.modules[package], name, module)
+        exec(compile(text, "sandbox/" + name + ".py", "exec"), module.__dict__)
+    return module, told.pop("packages")
 os.dup2({control}, 3)
 if {control} != 3: os.close({control})
-package = "nearpolicy.verifier.sandbox"
-for name in ("nearpolicy", "nearpolicy.verifier", package):
-    sys.modules[name] = types.ModuleType(name)
-for name in {modules}:
-    with open({folder!r} + "/" + name + ".py", encoding="utf-8") as file:
-        text = file.read()
-    module = sys.modules[package + "." + name] = types.ModuleType(package + "." + name)
-    setattr(sys.modules[package], name, module)
-    exec(compile(text, "sandbox/" + name + ".py", "exec"), module.__dict__)
-module.main()
+module, packages = load()
+module.main(packages)
 """
-"""Not by import: what is loaded so does not say where on this machine it lies."""
+"""Not by import, nor with paths as arguments: what is loaded so does not say where on this machine it lies."""
 ENVIRONMENT = {
     "PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "LANG": "C.UTF-8", "TZ": "UTC", "HOME": FOLDER, "TMPDIR": FOLDER,
     "PATH": "/usr/local/bin:/usr/bin:/bin", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
@@ -90,7 +94,8 @@ class Worker:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             ours.setblocking(False)
-            worker = cls(_executed(theirs, isolation, slot, packages), ours, bool(packages))
+            ours.send(json.dumps({"folder": str(Path(__file__).parent), "packages": list(packages)}).encode())
+            worker = cls(_executed(theirs, isolation, slot), ours, bool(packages))
         try:
             async with asyncio.timeout(START_LIMIT_S):
                 message, _ = await worker._messages.get()
@@ -185,9 +190,9 @@ class Worker:
         await asyncio.to_thread(self._process.wait)
 
 
-def _executed(control: socket.socket, isolation: str, slot: int, packages: Sequence[str]) -> subprocess.Popen:
-    boot = _BOOT.format(control=control.fileno(), modules=_MODULES, folder=str(Path(__file__).parent))
-    arguments = [isolation, str(slot), str(os.getpid()), json.dumps(list(packages))]
+def _executed(control: socket.socket, isolation: str, slot: int) -> subprocess.Popen:
+    boot = _BOOT.format(control=control.fileno(), modules=_MODULES)
+    arguments = [isolation, str(slot), str(os.getpid())]
     return subprocess.Popen(
         [interpreter(), "-s", "-S", "-P", "-B", "-u", "-c", boot, *arguments],
         stdin=subprocess.DEVNULL,
@@ -357,6 +362,8 @@ class Running:
         failure = message.get("failure")
         if failure is None and self.stopped == "wall" and self._starved:
             failure = "the run got next to no processor time before its wall limit"
+        if failure is None and self.stopped is None and message.get("felled"):
+            failure = "the run was killed from outside, perhaps because the machine had no memory left"
         return Ended(
             status=message.get("status", 0),
             stdout=self.stdout.kept,
