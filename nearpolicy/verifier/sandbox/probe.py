@@ -104,16 +104,8 @@ def _bait(canary: str, marker: str) -> Iterator[dict]:
             udp.bind(("127.0.0.1", port))
         local.bind("\0" + abstract)
         local.listen()
-        folders = [
-            folder,
-            "/",
-            "/tmp",
-            "/var/tmp",
-            "/dev/shm",
-            os.path.dirname(os.__file__),
-            os.path.expanduser("~"),
-            "/usr",
-        ]
+        home = os.path.expanduser("~")
+        folders = [folder, "/", "/tmp", "/var/tmp", "/dev/shm", os.path.dirname(os.__file__), home, "/usr"]
         try:
             yield {
                 "canary": canary, "marker": marker, "file": str(file), "port": port, "abstract": "\0" + abstract,
