@@ -102,11 +102,19 @@ _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 _FCNTL = {"x86_64": 72, "aarch64": 25}
 _F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _FIOSETOWN, _SIOCSPGRP = 8, 10, 15, 0x8901, 0x8902
 """Who is signalled, and how, when something can be read."""
+_F_SETLEASE, _F_NOTIFY = 1024, 1026
+"""Makes others wait for a file; tells what they do in a folder."""
+_OF_FILE_SYSTEMS = (0x6600, 0x5800, 0x9400)
+"""Families of ioctl that change a file, by its owner, through a descriptor that may only read it."""
 _AF_UNIX = 1
 _SOCK_STREAM, _SOCK_TYPE = 1, 0xF
 _CLONE_THREAD = 0x10000
 _CLONE_NAMESPACES = 0x7E020080
 _PR_SET_DUMPABLE, _PR_SET_MM, _PR_SET_SECCOMP = 4, 35, 22
+_PR_SCHED_CORE, _PR_SET_MEMORY_MERGE = 62, 67
+"""Keep others off a core; compare pages with those of others."""
+
+_PRCTL_DENIED = (_PR_SET_DUMPABLE, _PR_SET_MM, _PR_SET_SECCOMP, _PR_SCHED_CORE, _PR_SET_MEMORY_MERGE)
 
 _ALLOW, _KILL_PROCESS = 0x7FFF0000, 0x80000000
 _DENY = 0x00050000 | errno.EPERM
@@ -153,7 +161,17 @@ def of_run(*, processes: bool, own_space: bool, only_signals_to: int | None = No
     code = [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _NOT_THERE), *_refused(names)]
     may_clone = (_ANY_BIT, 0, 1, _CLONE_NAMESPACES) if processes else (_ANY_BIT, 1, 0, _CLONE_THREAD)
     code += _where(_CLONE[machine], [(_LOAD, 0, 0, _FIRST), may_clone, (_RETURN, 0, 0, _DENY), (_RETURN, 0, 0, _ALLOW)])
-    code += _unless(_PRCTL[machine], _FIRST, (_PR_SET_DUMPABLE, _PR_SET_MM, _PR_SET_SECCOMP))
+    code += _unless(_PRCTL[machine], _FIRST, _PRCTL_DENIED)
+    if not own_space:
+        families = [step for each in _OF_FILE_SYSTEMS for step in ((_EQUAL, 0, 1, each), (_RETURN, 0, 0, _DENY))]
+        # Without a return of what is allowed: more is asked about it below.
+        code += [
+            (_EQUAL, 0, 2 + len(families), _IOCTL[machine]),
+            (_LOAD, 0, 0, _SECOND),
+            (_AND, 0, 0, 0xFF00),
+            *families,
+        ]
+        code += [(_LOAD, 0, 0, _NUMBER)]
     if only_signals_to is None:
         for number in _SIGNAL[machine][:2]:
             code += _where(number, _ends_if_first(number == _SIGNAL[machine][0]))
@@ -197,6 +215,7 @@ def _refused(names: Iterable[str]) -> list[_Step]:
 def _arguments(machine: str) -> list[_Step]:
     """Calls that are denied with some arguments only."""
     code = _unless(_IOCTL[machine], _SECOND, (_TIOCSTI, _TIOCLINUX))
+    code += _unless(_FCNTL[machine], _SECOND, (_F_SETLEASE, _F_NOTIFY))
     code += _only(_PRLIMIT[machine], _FIRST, 0)
     # A pair of datagram sockets could send to an address; a pair of streams is what event loops wake themselves with.
     # Of another family it would be none, but have the kernel load what it knows about that family.

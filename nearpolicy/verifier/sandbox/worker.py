@@ -171,7 +171,7 @@ class _Worker:
         socket.send_fds(control, [json.dumps({"started": request["id"]}).encode()], [run])
         killed = _watched(control, pid, run, request["limits"])
         _, status, usage = os.wait4(pid, 0)
-        if not self._spaces and request["limits"]["processes"] > 1:
+        if not self._spaces and (self._confinement is None or request["limits"]["processes"] > 1):
             _sweep()
         words = os.read(passed, 400)
         _close(run, passed)

@@ -22,4 +22,9 @@ try:
     print("SBX-LEAK emptied a cache")
 except OSError:
     pass
+for command, argument in ((1024, 0), (1026, 1)):
+    if libc.fcntl(os.open(os.path.dirname(os.__file__), os.O_RDONLY), command, argument) >= 0:
+        print("SBX-LEAK a lease, or word of a folder")
+if libc.prctl(67, 1, 0, 0, 0) >= 0:
+    print("SBX-LEAK pages compared with those of others")
 print(-1)

@@ -9,7 +9,7 @@
 # check: output holds no SBX-LEAK
 # limits: -
 # only on: landlock
-import errno, os
+import errno, fcntl, os
 gone = "/no-such-folder/file"
 attempts = [
     lambda: os.chmod(gone, 0o777), lambda: os.chown(gone, -1, -1), lambda: os.utime(gone), lambda: os.truncate(gone, 0),
@@ -21,4 +21,10 @@ for number, attempt in enumerate(attempts):
     except OSError as error:
         if error.errno != errno.EPERM:
             print("SBX-LEAK allowed where there is a file", number)
+try:
+    fcntl.ioctl(os.open(os.__file__, os.O_RDONLY), 0x80086601, b"        ")
+    print("SBX-LEAK the attributes of a file")
+except OSError as error:
+    if error.errno != errno.EPERM:
+        print("SBX-LEAK asked the file system", error.errno)
 print(-1)
