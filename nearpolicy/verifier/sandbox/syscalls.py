@@ -163,15 +163,10 @@ def of_run(*, processes: bool, own_space: bool, only_signals_to: int | None = No
     code += _where(_CLONE[machine], [(_LOAD, 0, 0, _FIRST), may_clone, (_RETURN, 0, 0, _DENY), (_RETURN, 0, 0, _ALLOW)])
     code += _unless(_PRCTL[machine], _FIRST, _PRCTL_DENIED)
     if not own_space:
-        families = [step for each in _OF_FILE_SYSTEMS for step in ((_EQUAL, 0, 1, each), (_RETURN, 0, 0, _DENY))]
+        denied = [step for each in _OF_FILE_SYSTEMS for step in ((_EQUAL, 0, 1, each), (_RETURN, 0, 0, _DENY))]
+        test = [(_LOAD, 0, 0, _SECOND), (_AND, 0, 0, 0xFF00), *denied]
         # Without a return of what is allowed: more is asked about it below.
-        code += [
-            (_EQUAL, 0, 2 + len(families), _IOCTL[machine]),
-            (_LOAD, 0, 0, _SECOND),
-            (_AND, 0, 0, 0xFF00),
-            *families,
-        ]
-        code += [(_LOAD, 0, 0, _NUMBER)]
+        code += [*_where(_IOCTL[machine], test), (_LOAD, 0, 0, _NUMBER)]
     if only_signals_to is None:
         for number in _SIGNAL[machine][:2]:
             code += _where(number, _ends_if_first(number == _SIGNAL[machine][0]))
