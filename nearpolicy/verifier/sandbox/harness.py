@@ -194,7 +194,7 @@ class StandIn:
     def __init__(self, name: str) -> None:
         self.__name__ = self.__qualname__ = name
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         try:
             request = values.dumps({"entry": self.__name__, "args": list(args), "kwargs": kwargs})
         except values.NotPlain as error:

@@ -10,6 +10,7 @@ module is loaded inside the sandbox too, and uses nothing but the standard libra
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from typing import Any
 
@@ -151,6 +152,22 @@ _READERS: dict[str, Any] = {
     "complex": lambda v, _: complex(float(v[0]), float(v[1])),
 }
 
+_MAX_BRACKETS = 3 * MAX_DEPTH + 3
+"""A dict with keys that are no text is written with three at a time."""
+_NO_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"|[^"\[\]{}]++', re.DOTALL)
+
+
+def _check_nesting(data: bytes) -> None:
+    """Before it is parsed: a parser would go as deep as this process allows, and there may be no stack for it."""
+    if data.count(b"[") + data.count(b"{") <= _MAX_BRACKETS:
+        return
+    depth = 0
+    for bracket in _NO_BRACKETS.sub(b"", data):
+        depth += 1 if bracket in b"[{" else -1
+        if depth > _MAX_BRACKETS:
+            raise ValueError("nested too deeply")
+
+
 _write = json.JSONEncoder(allow_nan=False, check_circular=False, separators=(",", ":")).encode
 
 
@@ -161,7 +178,8 @@ def dumps(value: Any) -> bytes:
 
 def loads(data: bytes) -> Any:
     """`decode` of bytes; ValueError for all that is no such value."""
+    _check_nesting(data)
     try:
-        return decode(json.loads(data))
+        return decode(json.loads(data.decode()))  # no other encoding of JSON, as bytes might have
     except RecursionError:
         raise ValueError("nested too deeply") from None

@@ -54,6 +54,7 @@ def test_bytes_that_are_no_value_are_told_and_never_raise_otherwise(data):
         b'{"$":"int","v":1}', b'{"$":"bytes","v":"zz"}', b'{"$":"complex","v":[]}', b'{"$":["a"],"v":1}', b"\xff", b"",
         b"1" * 10_000, b'{"$":"tuple","v":' * 200, b'{"$":"float","v":1' + b"0" * 400 + b"}",
         b'{"$":"complex","v":[1' + b"0" * 400 + b",0]}", b'{"$":"dict","v":["ab"]}', b"[" * 66 + b"]" * 66,
+        "[1]".encode("utf-16"),
     ],
 )  # fmt: skip
 def test_what_no_honest_harness_writes_is_refused(data):
@@ -124,6 +125,21 @@ def test_a_value_that_holds_itself_does_not_travel():
 def test_what_can_be_read_can_be_written():
     deepest = values.loads(b"[" * 65 + b"]" * 65)
     assert values.loads(values.dumps(deepest)) == deepest
+
+
+def test_what_is_nested_too_deeply_is_not_even_parsed(monkeypatch):
+    def parsed(_):
+        raise AssertionError
+
+    monkeypatch.setattr(values.json, "loads", parsed)
+    for data in (b"[" * 1_000_000, b'{"a":' * 200_000, b'["]]]"' * 300, b'{"$":"tuple","v":[' * 300):
+        with pytest.raises(ValueError, match="nested too deeply"):
+            values.loads(data)
+
+
+def test_brackets_in_text_are_text():
+    value = ["[{" * 500, '"[' * 500, "\\" * 99 + "[" * 500, {"]" * 300: "}" * 300}]
+    assert values.loads(values.dumps(value)) == value
 
 
 def test_members_that_all_have_one_hash_are_refused_at_once():
