@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import keyword
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -27,7 +28,9 @@ from nearpolicy.verifier.sandbox.grading import (
 )
 from nearpolicy.verifier.sandbox.runs import Limits, Sandbox
 
-_FENCE = re.compile(r"^[ \t]*(```+|~~~+)[ \t]*([A-Za-z0-9_+#.-]*)[^\n`]*$", re.MULTILINE)
+_FENCE = re.compile(r"^[ \t]*+(```++|~~~++)[ \t]*+([A-Za-z0-9_+#.-]*+)[^\n`]*+$", re.MULTILINE)
+"""Possessive: nothing that is taken is given back, or a long line that is no fence takes time by its square."""
+_LONGEST_ENTRY = 1000
 _PYTHON = {"", "python", "python3", "py", "py3"}
 
 
@@ -89,10 +92,19 @@ def task_of(tests: Any, *, kind: str | None = None, entry: str | None = None, se
     [form] = forms
     if form == "function" and not entry:
         raise RowError("tests that call a function need its name, in `entry`")
+    if form != "stdin" and entry and not _is_path(entry):
+        raise RowError(f"`entry` is the name of a function, or Class.method, not {_brief(entry)}")
+    if not isinstance(setup, str):
+        raise RowError(f"the code before the tests is text, not {_brief(setup)}")
     try:
         return CodeTask(tests=tuple(map(_MAKE[form], tests)), entry=entry or None, setup=setup, **more)
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, values.NotPlain) as error:
         raise RowError(f"a test cannot be read: {error}") from None
+
+
+def _is_path(entry: Any) -> bool:
+    parts = entry.split(".") if isinstance(entry, str) and len(entry) <= _LONGEST_ENTRY else ()
+    return bool(parts) and all(part.isidentifier() and not keyword.iskeyword(part) for part in parts)
 
 
 def _read(tests: Any) -> Any:
@@ -126,7 +138,11 @@ def _call_test(test: Mapping[str, Any]) -> CallTest:
     args, kwargs = test.get("args", []), test.get("kwargs", {})
     if not isinstance(args, list) or not isinstance(kwargs, dict):
         raise RowError(f"args of a test are a list and kwargs an object, not {_brief(test)}")
-    return CallTest(args=tuple(values.decode(args)), kwargs=values.decode(kwargs), result=values.decode(test["result"]))
+    made = CallTest(args=tuple(values.decode(args)), kwargs=values.decode(kwargs), result=values.decode(test["result"]))
+    if not isinstance(made.kwargs, dict) or not all(isinstance(name, str) for name in made.kwargs):
+        raise RowError(f"kwargs of a test are an object, not {_brief(test)}")
+    values.dumps({"args": list(made.args), "kwargs": made.kwargs, "result": made.result})  # if these can be called with
+    return made
 
 
 _MAKE: Mapping[str, Any] = {"stdin": _stdin_test, "function": _call_test, "tests": lambda test: test}
@@ -173,8 +189,10 @@ def limits_of(config: CodeLimits) -> Limits:
 class CodeGrader:
     """Judges samples of code tasks in one sandbox."""
 
-    def __init__(self, sandbox: Sandbox, packages: tuple[str, ...]) -> None:
+    def __init__(self, sandbox: Sandbox, packages: tuple[str, ...], *, most_s: float | None = None) -> None:
+        """``most_s``: time that all runs of one program may take together."""
         self._sandbox = sandbox
+        self._most_s = most_s
         self._mentions = re.compile(r"\b(?:" + "|".join(map(re.escape, packages)) + r")\b") if packages else None
 
     async def score(self, reward: CodeReward, sample: Sample) -> Verdict:
@@ -197,8 +215,9 @@ class CodeGrader:
 
     async def grade(self, program: str, task: CodeTask, limits: Limits, *, every_test: bool = False) -> Grade:
         return await grade(
-            self._sandbox, program, task, limits, packages=self._needs_packages(program), every_test=every_test
-        )
+            self._sandbox, program, task, limits, packages=self._needs_packages(program), every_test=every_test,
+            most_s=self._most_s,
+        )  # fmt: skip
 
     def _needs_packages(self, program: str) -> bool:
         return self._mentions is not None and self._mentions.search(program) is not None

@@ -113,7 +113,8 @@ class VerifierService:
                 allow_unisolated=config.allow_unisolated,
                 url=config.sandbox_url,
             )
-            self._grader = CodeGrader(self._sandbox, config.packages)
+            # The deadline excuses a program: it has to rest on waiting, and not on the program's own time.
+            self._grader = CodeGrader(self._sandbox, config.packages, most_s=config.deadline_s / 2)
         learned = {source.key: source.scorer for source in sources if isinstance(source.scorer, LearnedReward)}
         await self._learned.start(learned)
         scorers = {source.key: _packed(source.scorer) for source in sources if source.in_worker}

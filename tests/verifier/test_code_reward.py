@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -43,6 +44,7 @@ CALLS = [{"args": [2, 3], "result": 5}, {"args": [1, 1], "result": 2}]
         ("  ```python\n  x = 1\n  ```", "  x = 1\n"),
         ("```javascript\nf()\n```", "f()\n"),
         ('```python title="a.py"\nx = 1\n```', "x = 1\n"),
+        ("```python `x`\nx = 1", "```python `x`\nx = 1"),
     ],
 )
 def test_the_program_is_the_last_block_of_python(completion, program):
@@ -53,6 +55,13 @@ def test_the_program_is_the_last_block_of_python(completion, program):
 def test_any_text_has_a_program(text):
     assert program_of(text) in text or program_of(text) == text
     assert program_of(text, "whole") == text
+
+
+@pytest.mark.parametrize("line", ["```" + "a" * 200_000 + "`", "```" + " " * 200_000 + "`", "`" * 200_000 + " `"])
+def test_a_long_line_that_is_almost_a_fence_takes_no_time(line):
+    begin = time.perf_counter()
+    assert program_of(line) == line
+    assert time.perf_counter() - begin < 2
 
 
 @pytest.mark.parametrize(
@@ -75,6 +84,25 @@ def test_rows_at_fault_are_told_before_the_run_and_never_score(columns, words):
         row_task(CodeReward(), columns)
     if columns.get("tests") is not None:
         assert [(place, column) for place, column, _ in unfit(CodeReward(), [columns])] == [(0, "tests")]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"name": "class"}, "'class'"), ({"name": "a..b"}, "'a..b'"), ({"name": 5}, "not 5"), ({"name": ["f"]}, "not"),
+        ({"name": "f" * 5000}, "`entry` is the name"), ({"before": ["import os"]}, "is text"),
+        ({"tests": [{"args": [], "kwargs": {"$": "set", "v": [1]}, "result": 1}]}, "kwargs"),
+        ({"tests": [{"args": [], "kwargs": {"$": "dict", "v": [[1, 1]]}, "result": 1}]}, "kwargs"),
+        ({"tests": [{"args": json.loads("[" * 70 + "]" * 70), "result": 1}]}, "nested deeper"),
+        ({"tests": [{"args": [1], "result": object()}]}, "type object"),
+        ({"tests": [{"args": [{"$": "float", "v": 10**400}], "result": 1}]}, "cannot be read"),
+    ],
+)  # fmt: skip
+def test_a_row_that_no_program_could_be_called_with_is_at_fault(change, words):
+    """K47."""
+    columns = {"tests": CALLS, "name": "add", "before": None, **change}
+    with pytest.raises(RowError, match=words):
+        row_task(CodeReward(entry_column="name", setup_column="before"), columns)
 
 
 def test_tests_may_be_json_text():
@@ -195,6 +223,16 @@ def test_waiting_is_within_the_deadline_too(monkeypatch):
 
     [found] = scored(ADD, sandbox=Slow(), monkeypatch=monkeypatch, config={"deadline_s": 0.05})
     assert found.outcome is Outcome.FAILED and "verifier.deadline_s (0.05 s)" in found.reason
+
+
+def test_time_that_a_program_sleeps_through_is_its_own_and_not_the_deadlines():
+    """K45: else a policy could choose to have no reward where it would get none."""
+    sleeps = f"import time\ntime.sleep(0.7)\n{ADD}"
+    many = {"tests": CALLS * 5}
+    [found] = scored(sleeps, columns=many, config={"deadline_s": 6}, score="share")
+    assert found.outcome is Outcome.SCORED and found.reason.startswith("time_limit")
+    [found] = scored(sleeps, columns={"tests": ["\n".join(["assert add(1, 2) == 3"] * 10)]}, config={"deadline_s": 6})
+    assert found.outcome is Outcome.SCORED and found.reason.startswith("time_limit")
 
 
 def test_the_service_must_be_started():

@@ -19,7 +19,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from nearpolicy.verifier.sandbox.isolation import _SYSTEM, FOLDER, FOLDER_MIB, PACKAGES, interpreter_folders
+from nearpolicy.verifier.sandbox.isolation import (
+    _SYSTEM,
+    FOLDER,
+    FOLDER_MIB,
+    PACKAGES,
+    hidden_folders,
+    interpreter_folders,
+)
 from nearpolicy.verifier.sandbox.runs import Ended, OnFrame, Run
 from nearpolicy.verifier.sandbox.zygotes import ENVIRONMENT, Running, interpreter
 
@@ -75,9 +82,9 @@ class Bubblewrap:
             process = await asyncio.to_thread(_spawned, self._command(run), places)
         finally:
             os.close(writing)
-        pidfd = os.pidfd_open(process)
-        running.started(pidfd)
         try:
+            pidfd = os.pidfd_open(process)
+            running.started(pidfd)
             status, cpu_s, rss = await _end_of(process, pidfd)
         except BaseException:
             with contextlib.suppress(ProcessLookupError):
@@ -121,11 +128,15 @@ class Bubblewrap:
         options += ["--cap-drop", "ALL", "--clearenv", "--uid", "1000", "--gid", "1000"]
         for name, value in ENVIRONMENT.items():
             options += ["--setenv", name, value]
-        for path in (*_SYSTEM, *interpreter_folders()):
+        for path in _SYSTEM:
             if os.path.islink(path):
                 options += ["--symlink", os.readlink(path), path]
             elif os.path.isdir(path):
                 options += ["--ro-bind", path, path]
+        for path in hidden_folders():
+            options += ["--size", "4096", "--tmpfs", path, "--remount-ro", path]
+        for path in interpreter_folders():
+            options += ["--ro-bind", path, path]
         options += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
         for path in self._packages:
             options += ["--ro-bind", path, f"{PACKAGES}/{os.path.basename(path)}"]

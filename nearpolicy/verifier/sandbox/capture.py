@@ -9,6 +9,9 @@ from collections.abc import Callable
 
 LENGTH = struct.Struct(">I")
 _CHUNK = 1 << 16
+_PAUSE_S = 0.002
+"""After a read of less than a page: a program that writes single bytes would keep the event loop of the judge busy."""
+_LITTLE = 4096
 
 
 class Capture:
@@ -21,9 +24,11 @@ class Capture:
         self._on_excess = on_excess
         self._kept = bytearray()
         self._seen = 0
+        self._loop = asyncio.get_running_loop()
+        self._pause: asyncio.TimerHandle | None = None
         self._reading, self.writing = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._reading, False)
-        asyncio.get_running_loop().add_reader(self._reading, self._read)
+        self._listen()
 
     @property
     def kept(self) -> bytes:
@@ -33,6 +38,16 @@ class Capture:
     def excess(self) -> bool:
         return self._seen > self._cap
 
+    def _listen(self) -> None:
+        self._pause = None
+        self._loop.add_reader(self._reading, self._readable)
+
+    def _readable(self) -> None:
+        seen = self._seen
+        if self._read() and self._seen - seen < _LITTLE:
+            self._loop.remove_reader(self._reading)
+            self._pause = self._loop.call_later(_PAUSE_S, self._listen)
+
     def _read(self) -> bool:
         """Whether there may be more at once."""
         try:
@@ -40,7 +55,7 @@ class Capture:
         except BlockingIOError:
             return False
         if not data:
-            asyncio.get_running_loop().remove_reader(self._reading)
+            self._loop.remove_reader(self._reading)
             return False
         was = self.excess
         self._seen += len(data)
@@ -71,8 +86,10 @@ class Capture:
 
     def close(self) -> None:
         self.close_writing()
+        if self._pause is not None:
+            self._pause.cancel()
         if self._reading >= 0:
-            asyncio.get_running_loop().remove_reader(self._reading)
+            self._loop.remove_reader(self._reading)
             os.close(self._reading)
             self._reading = -1
 

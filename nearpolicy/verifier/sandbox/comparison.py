@@ -68,7 +68,7 @@ def same_value(expected: Any, found: Any) -> bool:
         case dict():
             return len(expected) == len(found) and _same_items(expected, found)
         case set() | frozenset():
-            return len(expected) == len(found) and _typed(expected) == _typed(found)
+            return len(expected) == len(found) and set(map(_typed, expected)) == set(map(_typed, found))
     return bool(expected == found)
 
 
@@ -89,5 +89,8 @@ def _same_items(expected: dict, found: dict) -> bool:
     )
 
 
-def _typed(items: Any) -> set[tuple[str, Any]]:
-    return {(type(each).__name__, each) for each in items}
+def _typed(member: Any) -> tuple[type, Any]:
+    """A member of a set with its type, all the way down: (1,) and (True,) are one member to a set and two here."""
+    if isinstance(member, tuple | frozenset):
+        return type(member), type(member)(map(_typed, member))
+    return type(member), member

@@ -6,11 +6,13 @@ a comparison on this side passes. The first test that is not passed decides.
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import re
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from nearpolicy.verifier.sandbox import values
@@ -106,28 +108,37 @@ class CodeTask:
     file: str = "program"
 
 
+_AT_ONCE = 1 << 16
+"""Bytes of a result that are judged here; more is judged beside the event loop, which goes on meanwhile."""
+_LEAST_S = 0.1
+"""Wall limit of a run once all of a grading's time is used up."""
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,60}")
 _Graded = tuple[CodeVerdict, str | None]
 _PASSED: _Graded = (CodeVerdict.PASSED, None)
 
 
 async def grade(
-    sandbox: Sandbox, program: str, task: CodeTask, limits: Limits, *, packages: bool = False, every_test: bool = False
-) -> Grade:
-    """``every_test``: go on after a test that is not passed, to know how many are.
+    sandbox: Sandbox, program: str, task: CodeTask, limits: Limits, *, packages: bool = False, every_test: bool = False,
+    most_s: float | None = None,
+) -> Grade:  # fmt: skip
+    """``every_test``: go on after a test that is not passed, to know how many are. ``most_s``: time of all runs of the
+    program together, beyond which it has reached its wall limit; waiting for a place is not counted.
 
     Raises `CannotSplitError` for test code that needs the weaker trust.
     """
-    grading = _Grading(sandbox, program.encode("utf-8", "replace"), task, limits, packages)
+    grading = _Grading(sandbox, program.encode("utf-8", "replace"), task, limits, packages, most_s)
     return await grading.run(every_test)
 
 
 class _Grading:
-    def __init__(self, sandbox: Sandbox, program: bytes, task: CodeTask, limits: Limits, packages: bool) -> None:
+    def __init__(self, sandbox: Sandbox, program: bytes, task: CodeTask, limits: Limits, packages: bool,
+                 most_s: float | None) -> None:  # fmt: skip
         self._sandbox = sandbox
         self._program = program
         self._task = task
         self._limits = limits
         self._packages = packages
+        self._most_s = most_s
         self._usage = Usage()
         self._last = Ended()
 
@@ -160,13 +171,13 @@ class _Grading:
         if isinstance(test, StdinTest):
             ended = await self._run(*self._form(), stdin=test.stdin.encode("utf-8", "replace"))
             found = unfinished(ended, self._limits)
-            if found is None and not same_text(test.stdout, ended.stdout.decode("utf-8", "replace")):
+            if found is None and not await _aside(ended.stdout, _same_output, test.stdout, ended.stdout):
                 found = (CodeVerdict.WRONG_ANSWER, None)
             return found or _PASSED
         asked = values.dumps({"entry": self._task.entry, "args": list(test.args), "kwargs": dict(test.kwargs)})
         ended = await self._run("call", {}, stdin=asked)
-        found, answer = called(ended, self._limits)
-        if found is None and not same_value(test.result, answer["returned"]):
+        found, answer = await _aside(ended.frame, called, ended, self._limits)
+        if found is None and not await _aside(ended.frame, same_value, test.result, answer["returned"]):
             found = (CodeVerdict.WRONG_ANSWER, None)
         return found or _PASSED
 
@@ -176,8 +187,11 @@ class _Grading:
 
     async def _run(self, kind: str, job: dict[str, Any], *, stdin: bytes = b"", program: bytes | None = None,
                    on_frame: Callable[[bytes], Awaitable[bytes]] | None = None) -> Ended:  # fmt: skip
+        limits = self._limits
+        if self._most_s is not None:  # else a program that sleeps through its tests is never judged at all
+            limits = replace(limits, wall_s=min(limits.wall, max(self._most_s - self._usage.wall_s, _LEAST_S)))
         run = Run(
-            kind=kind, program=self._program if program is None else program, stdin=stdin, job=job, limits=self._limits,
+            kind=kind, program=self._program if program is None else program, stdin=stdin, job=job, limits=limits,
             packages=self._packages,
         )  # fmt: skip
         ended = await self._sandbox.run(run, on_frame)
@@ -193,16 +207,16 @@ class _Grading:
 
         async def on_frame(frame: bytes) -> bytes:
             try:
-                asked = values.loads(frame)
+                asked = await _aside(frame, values.loads, frame)
             except ValueError:
                 return b""
             if not isinstance(asked, dict) or "entry" not in asked:
                 return b""  # the end; it is judged when the run is dead
             ended = await self._run("call", {}, stdin=values.dumps(asked))
-            found, answer = called(ended, self._limits, may_raise=True)
+            found, answer = await _aside(ended.frame, partial(called, may_raise=True), ended, self._limits)
             if found is not None:
                 ends.append(found)
-            reply = values.dumps(answer)
+            reply = await _aside(ended.frame, values.dumps, answer)
             return LENGTH.pack(len(reply)) + reply
 
         code = values.dumps([self._task.setup, *self._task.tests])
@@ -222,8 +236,11 @@ class _Grading:
             return found, 0
         try:
             end = values.loads(tester.frame or b"")
-            told, number = end["end"], int(end["test"])
+            told, number = end["end"], end["test"]
         except (ValueError, TypeError, KeyError):
+            told, number = None, None
+        # In one process with the program these are the program's words.
+        if type(number) is not int or not 0 <= number <= len(self._task.tests):
             return (CodeVerdict.RUNTIME_ERROR, "the tests did not come to their end"), 0
         passed = max(0, number - 1)
         where = f"test {number}" if number else "the preparation of the tests"
@@ -234,11 +251,18 @@ class _Grading:
                 raise CannotSplitError(str(end.get("reason"))[:200])
             case "failed":
                 return (CodeVerdict.WRONG_ANSWER, where), passed
-            case "unfit":
-                return (CodeVerdict.RUNTIME_ERROR, f"{where}: the result is no plain value"), passed
             case "memory":
                 return (CodeVerdict.MEMORY_LIMIT, where), passed
         return (CodeVerdict.RUNTIME_ERROR, f"{where}: the program raised"), passed
+
+
+async def _aside(data: bytes | None, judge: Callable[..., Any], *what: Any) -> Any:
+    """What ``judge`` says; on a thread if there is much to be looked at."""
+    return judge(*what) if len(data or b"") <= _AT_ONCE else await asyncio.to_thread(judge, *what)
+
+
+def _same_output(expected: str, found: bytes) -> bool:
+    return same_text(expected, found.decode("utf-8", "replace"))
 
 
 def unfinished(ended: Ended, limits: Limits) -> _Graded | None:
@@ -275,8 +299,7 @@ def _status(status: int, last_line: bytes) -> str:
 def called(ended: Ended, limits: Limits, *, may_raise: bool = False) -> tuple[_Graded | None, dict[str, Any]]:
     """(the verdict on a call that gave no value, {}), or (None, {"returned": the value}).
 
-    With ``may_raise`` an exception, or a value that does not travel, is an answer too: {"raised", "builtin",
-    "message"} or {"unfit"}.
+    With ``may_raise`` an exception is an answer too: {"raised", "builtin", "message"}.
     """
     found = unfinished(ended, limits)
     if found is not None:
@@ -286,8 +309,7 @@ def called(ended: Ended, limits: Limits, *, may_raise: bool = False) -> tuple[_G
         if "returned" in answer:
             return None, {"returned": answer["returned"]}
         if "unfit" in answer:
-            unfit = {"unfit": str(answer["unfit"])[:200]}
-            return (None, unfit) if may_raise else ((CodeVerdict.RUNTIME_ERROR, "the result is no plain value"), {})
+            return (CodeVerdict.RUNTIME_ERROR, "the result is no plain value"), {}
         raised = {name: str(answer[name])[:200] for name in ("raised", "builtin", "message")}
     except (ValueError, TypeError, KeyError):
         return (CodeVerdict.RUNTIME_ERROR, "no result came back"), {}
@@ -295,4 +317,5 @@ def called(ended: Ended, limits: Limits, *, may_raise: bool = False) -> tuple[_G
         return (CodeVerdict.MEMORY_LIMIT, f"{limits.memory_mib} MiB"), {}
     if may_raise and is_exception(raised["builtin"]):
         return None, raised
-    return (CodeVerdict.RUNTIME_ERROR, f"raised {raised['raised'][:60]}"), {}
+    name = _NAME.match(raised["raised"])  # the program's word, for a person: nothing else of it gets into records
+    return (CodeVerdict.RUNTIME_ERROR, f"raised {name[0] if name else 'an exception'}"), {}

@@ -37,6 +37,8 @@ _TIDY_LIMIT = 200
 def run(kind: str, program: bytes, **job: Any) -> int:
     """Exit status of a run of this kind."""
     random.seed(0)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed(0)
     _open_streams()
     return _KINDS[kind](program, **job)
 
@@ -178,12 +180,8 @@ class CannotSplit(BaseException):
     """The test needs more of the program than calls that go in and values that come out."""
 
 
-class Unfit(BaseException):
-    """What the program returned is no plain value."""
-
-
 class _Died(BaseException):
-    """The run of a call ended the whole test; the other side knows how."""
+    """The run of a call ended the whole test, or gave no plain value; the other side knows, whoever catches this."""
 
 
 class StandIn:
@@ -191,22 +189,26 @@ class StandIn:
 
     calls = 0
     """Of all stand-ins; test code that makes none has tested nothing."""
+    needs = ""
+    """More than calls and values, if a test asked for it; stays, whoever catches what was raised for it."""
+    _turn = threading.Lock()
 
     def __init__(self, name: str) -> None:
         self.__name__ = self.__qualname__ = name
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         try:
             request = values.dumps({"entry": self.__name__, "args": list(args), "kwargs": kwargs})
         except values.NotPlain as error:
-            raise CannotSplit(f"{self.__name__} is called with {error}") from None
-        StandIn.calls += 1
-        _sent(request)
-        answer = _received()
+            if StandIn.calls and isinstance(error, values.TooDeep):  # it may be the program's, wrapped: no excuse
+                raise ValueError(str(error)) from None
+            raise _asked_for(f"{self.__name__} is called with {error}") from None
+        with StandIn._turn:
+            StandIn.calls += 1
+            _sent(request)
+            answer = _received()
         if "returned" in answer:
             return answer["returned"]
-        if "unfit" in answer:
-            raise Unfit(answer["unfit"])
         if "raised" in answer:
             raise _rebuilt(answer)
         raise _Died
@@ -214,12 +216,19 @@ class StandIn:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
-        raise CannotSplit(f"the attribute {self.__name__}.{name} is used")
+        raise _asked_for(f"the attribute {self.__name__}.{name} is used")
+
+
+def _asked_for(needed: str) -> CannotSplit:
+    StandIn.needs = StandIn.needs or needed
+    return CannotSplit(needed)
 
 
 def _rebuilt(answer: dict[str, Any]) -> BaseException:
     """The exception that a call raised, as the nearest one that every program knows."""
     kind = getattr(builtins, answer["builtin"]) if is_exception(answer["builtin"]) else Exception
+    if issubclass(kind, StopIteration | StopAsyncIteration):
+        kind = RuntimeError  # as out of a generator: it would end `map(candidate, inputs)`, and the tests, in silence
     try:
         error = kind(answer["message"])
     except TypeError:
@@ -261,22 +270,23 @@ def _tests(program: bytes, entry: str | None) -> int:
         sys.modules[SOLUTION] = _stand_in_module()
         for number, part in enumerate(parts):  # noqa: B007
             exec(_compiled(part, TESTS), scope)
-        if entry and callable(scope.get("check")):
-            scope["check"](scope["candidate"])
+        check = scope.get("check")
+        if entry and callable(check) and not isinstance(check, StandIn):
+            check(scope["candidate"])
         _run_collected(scope, set())
         if not StandIn.calls:
-            raise CannotSplit("the test code never calls the program")
+            raise _asked_for("the test code never calls the program")
         end: dict[str, Any] = {"end": "passed"}
-    except CannotSplit as error:
-        end = {"end": "cannot_split", "reason": str(error)}
-    except Unfit as error:
-        end = {"end": "unfit", "reason": str(error)}
+    except CannotSplit:
+        end = {}
     except _Died:
         end = {"end": "died"}
     except BaseException as error:
         with contextlib.suppress(BaseException):
             _show(error)
         end = {"end": "raised" if getattr(error, "_of_the_program", False) else "failed"}
+    if StandIn.needs:
+        end = {"end": "cannot_split", "reason": StandIn.needs}
     _flushed()
     return _sent(values.dumps(end | {"test": number}))
 
@@ -329,13 +339,16 @@ def _together(program: bytes, entry: str | None) -> int:
     scope = types.ModuleType(SOLUTION)
     sys.modules[SOLUTION] = scope
     number = 0
+    own_check = None
     try:
         before: set[str] = set()
         for number, part in enumerate(_parts(program), start=-1):
             exec(_compiled(part, TESTS if number >= 0 else PROGRAM), scope.__dict__)
             before = before or set(scope.__dict__)
-        if entry and callable(scope.__dict__.get("check")):
-            scope.__dict__["check"](_entry(scope, entry))
+            own_check = scope.__dict__.get("check") if number < 0 else own_check
+        check = scope.__dict__.get("check")
+        if entry and callable(check) and check is not own_check:
+            check(_entry(scope, entry))
         _run_collected(scope.__dict__, before)
         end: dict[str, Any] = {"end": "passed"}
     except AssertionError:

@@ -26,8 +26,10 @@ _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/libx32", "/bin", "/sbin")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _BASE = "/proc"
 """Where the new root is put together: a folder that is always there, and that nothing is taken from."""
-_OWN_UIDS = (2_000_000_000, 64_000, 60_000)
-"""Where user ids of workers may begin that nobody else has; within a container only low ones exist."""
+_HIDDEN = ("/usr/src", "/usr/app", "/usr/local/src", "/usr/local/app")
+"""Below the system's folders, and none of its: where containers often keep what they are built for, data and all."""
+_OWN_UIDS = ((2_000_000_000, 1 << 24), (64_000, 1000), (60_000, 1000))
+"""Where user ids of workers may begin that nobody else has, and how many; within a container only low ones exist."""
 _WORKER_NAMESPACES = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 RUN_NAMESPACES = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS
 
@@ -41,6 +43,12 @@ def interpreter_folders() -> list[str]:
     return [] if any(prefix == each or prefix.startswith(each + "/") for each in _SYSTEM) else [prefix]
 
 
+def hidden_folders() -> list[str]:
+    """What is covered with an empty folder, if Python does not need it."""
+    prefix = os.path.realpath(sys.base_prefix)
+    return [path for path in _HIDDEN if os.path.isdir(path) and not prefix.startswith(path + "/")]
+
+
 def leave_users(slot: int, *, keep_reading: bool = False) -> None:
     """From root to a user id that no other worker has: the kernel's limits and permissions hold for those only.
 
@@ -52,8 +60,8 @@ def leave_users(slot: int, *, keep_reading: bool = False) -> None:
     if keep_reading:
         kernel.keep_capabilities()
     os.setgroups([])
-    for first in _OWN_UIDS:
-        own = first + slot % 1000
+    for first, count in _OWN_UIDS:
+        own = first + slot % count
         with contextlib.suppress(OSError):
             os.setresgid(own, own, own)
             os.setresuid(own, own, own)
@@ -113,6 +121,9 @@ def _change_root(packages: Sequence[str]) -> None:
             os.symlink(os.readlink(path), _BASE + path)
         elif os.path.isdir(path):
             _show(path, path)
+    for path in hidden_folders():
+        kernel.mount("tmpfs", _BASE + path, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,nr_inodes=2")
+        kernel.set_mount_attributes(_BASE + path, kernel.ATTR_RDONLY, recursive=False)
     for path in interpreter_folders():
         _show(path, path)
     for path in packages:
@@ -171,14 +182,17 @@ def limit(*, cpu_s: float, memory_mib: int, processes: int, shared_user: bool, h
         resource.RLIMIT_AS: memory,
         resource.RLIMIT_FSIZE: FOLDER_MIB * 2**20,
         resource.RLIMIT_NOFILE: 64,
-        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_CORE: 1,  # 0 would not keep the kernel from starting a program of the machine that keeps cores
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_SIGPENDING: 256,  # timers too
     }
     if not shared_user:
         limits[resource.RLIMIT_NPROC] = _OF_A_WORKER + (processes if processes > 1 else THREADS)
-    elif processes > 1:  # with 1 none can be started, and threads are bounded by the address space
+    elif processes > 1:
         limits[resource.RLIMIT_NPROC] = _threads_of_this_user() + processes
+    else:
+        limits[resource.RLIMIT_NPROC] = _threads_of_this_machine() + _ROOM
     for name, value in limits.items():
         resource.setrlimit(name, (value, value))
 
@@ -186,6 +200,14 @@ def limit(*, cpu_s: float, memory_mib: int, processes: int, shared_user: bool, h
 _OF_A_WORKER = 3
 """Processes of a worker and its run itself."""
 THREADS = 64
+_ROOM = 1024
+"""For the threads of a run whose user has other processes, which start threads meanwhile."""
+
+
+def _threads_of_this_machine() -> int:
+    """At least as many as the kernel counts for this user, and quick to know."""
+    with open("/proc/loadavg") as file:
+        return int(file.read().split()[3].partition("/")[2])
 
 
 def _threads_of_this_user() -> int:
@@ -206,9 +228,11 @@ class Confinement:
         """``writable``: a folder, if there is one. ``capabilities``: a mask of those that a run may have."""
         self._capabilities = capabilities
         version = kernel.landlock_version()
-        self._apart = writable is not None or version >= 6  # processes cannot signal each other
+        self._own_space = writable is not None
+        """Processes and files of its own: then what a run may do to those is its matter."""
+        self._apart = self._own_space or version >= 6  # processes cannot signal each other
         self._rulesets = {each: _ruleset(version, writable, readable, execute=each) for each in (False, True)}
-        self._filters = {each: syscalls.of_run(processes=each) for each in (False, True)}
+        self._filters = {each: syscalls.of_run(processes=each, own_space=self._own_space) for each in (False, True)}
         kernel.bound_capabilities()
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
         syscalls.of_worker().apply()
@@ -216,6 +240,7 @@ class Confinement:
     def apply(self, *, processes: bool) -> None:
         """For good, and for all that this process starts. ``processes``: whether it may start any."""
         kernel.drop_capabilities(self._capabilities)
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         ruleset = self._rulesets[processes]
         if ruleset is not None:
             kernel.landlock_restrict(ruleset)
@@ -223,7 +248,9 @@ class Confinement:
             if each is not None:
                 os.close(each)
         own = self._filters[processes]
-        (own if self._apart else syscalls.of_run(processes=processes, only_signals_to=os.getpid())).apply()
+        if not self._apart:
+            own = syscalls.of_run(processes=processes, own_space=self._own_space, only_signals_to=os.getpid())
+        own.apply()
 
 
 def _ruleset(version: int, writable: str | None, readable: Sequence[str], *, execute: bool) -> int | None:

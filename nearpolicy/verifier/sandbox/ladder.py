@@ -130,7 +130,15 @@ def installed(packages: Sequence[str]) -> list[str]:
 
 def _top_level(package: str) -> set[str]:
     """What its distribution puts beside it: ``numpy.libs`` is where numpy's libraries lie."""
-    owners = importlib.metadata.packages_distributions().get(package, [])
-    files = importlib.metadata.files(owners[0]) if owners else None
-    tops = {Path(file).parts[0] for file in files or ()}
+    try:
+        tops = _tops(package)
+    except importlib.metadata.PackageNotFoundError:
+        tops = set()
+    if package not in tops:  # it is called otherwise: to find out how, all that is installed is read
+        owners = importlib.metadata.packages_distributions().get(package, [])
+        tops = _tops(owners[0]) if owners else set()
     return {top for top in tops if top not in ("..", "__pycache__") and not top.endswith((".dist-info", ".pth"))}
+
+
+def _tops(distribution: str) -> set[str]:
+    return {Path(file).parts[0] for file in importlib.metadata.files(distribution) or ()}

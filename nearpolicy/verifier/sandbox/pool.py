@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -34,7 +35,7 @@ class Workers:
         self._places = {False: asyncio.Semaphore(workers), True: asyncio.Semaphore(workers)}
         self._workers = workers
         self._busy: set[Worker] = set()
-        self._slot = 0
+        self._slot = secrets.randbelow(1 << 24)  # not those of another service on this machine
         self._closed = False
 
     async def run(self, run: Run, on_frame: OnFrame | None = None) -> Ended:
@@ -84,6 +85,9 @@ class Workers:
                 await others.pop().close()
             self._slot += 1
             worker = await Worker.start(self._isolation, self._slot, self._packages if packages else [])
+            if self._closed:  # meanwhile
+                await worker.close()
+                raise WorkerRefused("the sandbox is closed")
         self._busy.add(worker)
         return worker
 

@@ -72,6 +72,13 @@ print(json.dumps(won))
 async def escapes(sandbox: Sandbox) -> list[str] | str:
     """What a hostile program got done, in words; or why none can run there."""
     canary, marker = "NP-CANARY-" + secrets.token_hex(8), "np-probe-" + secrets.token_hex(8)
+    try:
+        return await _attacked(sandbox, canary, marker)
+    except OSError as error:
+        return f"it cannot be checked, which needs a folder for temporary files and the loopback network: {error}"
+
+
+async def _attacked(sandbox: Sandbox, canary: str, marker: str) -> list[str] | str:
     with _bait(canary, marker) as told:
         run = Run(kind="program", program=_ATTACK.encode(), stdin=json.dumps(told).encode(), limits=Limits(cpu_s=5))
         ended = await sandbox.run(run)
@@ -97,7 +104,8 @@ def _bait(canary: str, marker: str) -> Iterator[dict]:
             udp.bind(("127.0.0.1", port))
         local.bind("\0" + abstract)
         local.listen()
-        folders = [folder, "/", "/tmp", "/var/tmp", "/dev/shm", os.path.dirname(os.__file__), str(Path.home()), "/usr"]
+        home = os.path.expanduser("~")
+        folders = [folder, "/", "/tmp", "/var/tmp", "/dev/shm", os.path.dirname(os.__file__), home, "/usr"]
         try:
             yield {
                 "canary": canary, "marker": marker, "file": str(file), "port": port, "abstract": "\0" + abstract,

@@ -45,8 +45,11 @@ _DENIED = {  # name: (x86_64, aarch64); None where an architecture has no such c
     "quotactl": (179, 60), "quotactl_fd": (443, 443), "iopl": (172, None), "ioperm": (173, None),
     "vhangup": (153, 58), "settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171),
     "clock_adjtime": (305, 266), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
-    "lookup_dcookie": (212, 18), "mknod": (133, None), "mknodat": (259, 33), "fanotify_init": (300, 262),
-    "fanotify_mark": (301, 263), "nfsservctl": (180, 42),
+    "lookup_dcookie": (212, 18), "mknod": (133, None), "mknodat": (259, 33), "nfsservctl": (180, 42),
+    # the machine's files, for everybody
+    "sync": (162, 81), "syncfs": (306, 267), "fanotify_init": (300, 262), "fanotify_mark": (301, 263),
+    "inotify_init": (253, None), "inotify_init1": (294, 26), "inotify_add_watch": (254, 27), "fadvise64": (221, 223),
+    "cachestat": (451, 451),
     # what outlives a process, or is shared by name
     "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "shmget": (29, 194),
     "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193), "semctl": (66, 191),
@@ -58,7 +61,9 @@ _DENIED = {  # name: (x86_64, aarch64); None where an architecture has no such c
     "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "userfaultfd": (323, 282),
     "seccomp": (317, 277), "modify_ldt": (154, None), "landlock_create_ruleset": (444, 444),
     "landlock_add_rule": (445, 445), "landlock_restrict_self": (446, 446), "migrate_pages": (256, 238),
-    "move_pages": (279, 239), "mbind": (237, 235), "set_mempolicy": (238, 237),
+    "move_pages": (279, 239), "mbind": (237, 235), "set_mempolicy": (238, 237), "uselib": (134, None),
+    # memory that no limit counts: a pipe holds pages, and the large pages they are a part of; a table of all machines
+    "vmsplice": (278, 75), "io_setup": (206, 0),
 }  # fmt: skip
 _OWN_PROCESSES = {
     "execve",
@@ -72,6 +77,16 @@ _OWN_PROCESSES = {
     "sched_setaffinity",
 }
 """Allowed where a task may start processes: compilers, shells."""
+_ON_OTHERS = {"setsid", "setpgid", "setpriority", "sched_setaffinity"}
+"""Of those, what reaches, or escapes, processes beyond the run, where it has no namespace of its own."""
+_ON_FILES = {
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
+    "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
+    "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7), "setxattrat": (463, 463), "removexattr": (197, 14), "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16), "removexattrat": (466, 466), "file_setattr": (469, 469), "truncate": (76, 45),
+}  # fmt: skip
+"""What Landlock lets everybody do to files that are theirs, wherever they lie."""
 _OF_WORKERS = {"mount", "capset", "landlock_restrict_self", "pidfd_send_signal", "seccomp"}
 """What a worker does between two runs, or for one, and a run may not."""
 _CLONE = {"x86_64": 56, "aarch64": 220}
@@ -84,10 +99,22 @@ _SIGNAL = {"x86_64": (62, 234, 129, 297), "aarch64": (129, 131, 138, 240)}
 _TKILL = {"x86_64": 200, "aarch64": 130}
 _IOCTL = {"x86_64": 16, "aarch64": 29}
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
+_FCNTL = {"x86_64": 72, "aarch64": 25}
+_F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _FIOSETOWN, _SIOCSPGRP = 8, 10, 15, 0x8901, 0x8902
+"""Who is signalled, and how, when something can be read."""
+_F_SETLEASE, _F_NOTIFY = 1024, 1026
+"""Makes others wait for a file; tells what they do in a folder."""
+_OF_FILE_SYSTEMS = (0x6600, 0x5800, 0x9400)
+"""Families of ioctl that change a file, by its owner, through a descriptor that may only read it."""
+_AF_UNIX = 1
 _SOCK_STREAM, _SOCK_TYPE = 1, 0xF
 _CLONE_THREAD = 0x10000
 _CLONE_NAMESPACES = 0x7E020080
 _PR_SET_DUMPABLE, _PR_SET_MM, _PR_SET_SECCOMP = 4, 35, 22
+_PR_SCHED_CORE, _PR_SET_MEMORY_MERGE = 62, 67
+"""Keep others off a core; compare pages with those of others."""
+
+_PRCTL_DENIED = (_PR_SET_DUMPABLE, _PR_SET_MM, _PR_SET_SECCOMP, _PR_SCHED_CORE, _PR_SET_MEMORY_MERGE)
 
 _ALLOW, _KILL_PROCESS = 0x7FFF0000, 0x80000000
 _DENY = 0x00050000 | errno.EPERM
@@ -120,25 +147,34 @@ def of_worker() -> Filter:
     return Filter(_assembled([*_refused(_DENIED.keys() - _OF_WORKERS - _OWN_PROCESSES), *_arguments(machine)]))
 
 
-def of_run(*, processes: bool, only_signals_to: int | None = None) -> Filter:
+def of_run(*, processes: bool, own_space: bool, only_signals_to: int | None = None) -> Filter:
     """The rest, for a run; on top of `of_worker`.
 
-    processes: whether new ones may be started. only_signals_to: the one process that may be signalled, where nothing
-    else keeps processes apart. Process 1 of a namespace is deaf to a SIGKILL of its own; here it ends by it, as it
-    would anywhere else.
+    processes: whether new ones may be started. own_space: whether it is in namespaces of its own. only_signals_to: the
+    one process that may be signalled, where nothing else keeps processes apart. Process 1 of a namespace is deaf to a
+    SIGKILL of its own; here it ends by it, as it would anywhere else.
     """
     machine = _known()
-    names = _DENIED.keys() & _OF_WORKERS | (set() if processes else _DENIED.keys() & _OWN_PROCESSES)
+    names = _OF_WORKERS | (set() if processes else _OWN_PROCESSES)
+    if not own_space:
+        names |= _ON_OTHERS | _ON_FILES.keys()
     code = [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _NOT_THERE), *_refused(names)]
     may_clone = (_ANY_BIT, 0, 1, _CLONE_NAMESPACES) if processes else (_ANY_BIT, 1, 0, _CLONE_THREAD)
     code += _where(_CLONE[machine], [(_LOAD, 0, 0, _FIRST), may_clone, (_RETURN, 0, 0, _DENY), (_RETURN, 0, 0, _ALLOW)])
-    code += _unless(_PRCTL[machine], _FIRST, (_PR_SET_DUMPABLE, _PR_SET_MM, _PR_SET_SECCOMP))
+    code += _unless(_PRCTL[machine], _FIRST, _PRCTL_DENIED)
+    if not own_space:
+        denied = [step for each in _OF_FILE_SYSTEMS for step in ((_EQUAL, 0, 1, each), (_RETURN, 0, 0, _DENY))]
+        test = [(_LOAD, 0, 0, _SECOND), (_AND, 0, 0, 0xFF00), *denied]
+        # Without a return of what is allowed: more is asked about it below.
+        code += [*_where(_IOCTL[machine], test), (_LOAD, 0, 0, _NUMBER)]
     if only_signals_to is None:
         for number in _SIGNAL[machine][:2]:
             code += _where(number, _ends_if_first(number == _SIGNAL[machine][0]))
     else:
         for number in _SIGNAL[machine]:
             code += _only(number, _FIRST, only_signals_to)
+        code += _unless(_FCNTL[machine], _SECOND, (_F_SETOWN, _F_SETSIG, _F_SETOWN_EX))
+        code += _unless(_IOCTL[machine], _SECOND, (_FIOSETOWN, _SIOCSPGRP))
         code += _where(_TKILL[machine], [(_RETURN, 0, 0, _DENY)])
     return Filter(_assembled(code))
 
@@ -167,16 +203,20 @@ def _assembled(code: list[_Step]) -> bytes:
 
 def _refused(names: Iterable[str]) -> list[_Step]:
     column = 0 if kernel.MACHINE == "x86_64" else 1
-    numbers = sorted(n for name in names if (n := _DENIED[name][column]) is not None)
+    numbers = sorted(n for name in names if (n := (_DENIED | _ON_FILES)[name][column]) is not None)
     return [step for number in numbers for step in ((_EQUAL, 0, 1, number), (_RETURN, 0, 0, _DENY))]
 
 
 def _arguments(machine: str) -> list[_Step]:
     """Calls that are denied with some arguments only."""
     code = _unless(_IOCTL[machine], _SECOND, (_TIOCSTI, _TIOCLINUX))
+    code += _unless(_FCNTL[machine], _SECOND, (_F_SETLEASE, _F_NOTIFY))
     code += _only(_PRLIMIT[machine], _FIRST, 0)
     # A pair of datagram sockets could send to an address; a pair of streams is what event loops wake themselves with.
-    return code + _only(_SOCKETPAIR[machine], _SECOND, _SOCK_STREAM, mask=_SOCK_TYPE)
+    # Of another family it would be none, but have the kernel load what it knows about that family.
+    stream = _only(_SOCKETPAIR[machine], _SECOND, _SOCK_STREAM, mask=_SOCK_TYPE)[1:]
+    local = [(_LOAD, 0, 0, _FIRST), (_EQUAL, 1, 0, _AF_UNIX), (_RETURN, 0, 0, _DENY)]
+    return code + _where(_SOCKETPAIR[machine], [*local, *stream])
 
 
 def _where(number: int, then: list[_Step]) -> list[_Step]:

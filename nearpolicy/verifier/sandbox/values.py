@@ -10,11 +10,16 @@ module is loaded inside the sandbox too, and uses nothing but the standard libra
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from typing import Any
 
 MAX_DEPTH = 64
 LONG_INT = 4000
 """Digits from which an int travels in hexadecimal: Python refuses to read longer ones in decimal."""
+MOST_ALIKE = 100
+"""Members of a set, or keys, with one hash: each is compared with all of them, and who knows how numbers are hashed can
+make a million of them alike."""
 _TAG = "$"
 
 
@@ -22,10 +27,14 @@ class NotPlain(Exception):
     """A value of a type that does not travel; the message names the type."""
 
 
+class TooDeep(NotPlain):
+    """A value that is nested too deeply, whatever its types."""
+
+
 def encode(value: Any, depth: int = 0) -> Any:
     """What `json` can write, or `NotPlain` for what has no form here (functions, generators, own classes, cycles)."""
     if depth > MAX_DEPTH:
-        raise NotPlain(f"a value nested deeper than {MAX_DEPTH}")
+        raise TooDeep(f"a value nested deeper than {MAX_DEPTH}")
     kind = type(value)
     if value is None or kind is bool:
         return value
@@ -90,9 +99,9 @@ _WRITERS: list[tuple[type, Any]] = [
 
 
 def decode(value: Any, depth: int = 0) -> Any:
-    """The value that `encode` wrote; ValueError for anything else, whoever wrote it."""
-    if depth > 2 * MAX_DEPTH:
-        raise ValueError(f"nested deeper than {2 * MAX_DEPTH}")
+    """The value that `encode` wrote; ValueError for anything else, whoever wrote it. What comes out can be encoded."""
+    if depth > MAX_DEPTH:
+        raise ValueError(f"nested deeper than {MAX_DEPTH}")
     if isinstance(value, list):
         return [decode(each, depth + 1) for each in value]
     if not isinstance(value, dict):
@@ -103,7 +112,7 @@ def decode(value: Any, depth: int = 0) -> Any:
         raise ValueError(f"no value is written {str(value)[:80]}")
     try:
         return _READERS[value[_TAG]](value["v"], depth + 1)
-    except (TypeError, AttributeError, LookupError) as error:
+    except (TypeError, AttributeError, LookupError, OverflowError) as error:
         raise ValueError(f"no {value[_TAG]} is written so: {error}") from None
 
 
@@ -113,17 +122,51 @@ def _decoded(items: Any, depth: int) -> list[Any]:
     return [decode(each, depth) for each in items]
 
 
+def _pairs(items: Any, depth: int) -> list[tuple[Any, Any]]:
+    if not isinstance(items, list) or not all(isinstance(item, list) and len(item) == 2 for item in items):
+        raise ValueError("items of a dict are written as pairs")
+    return [(decode(key, depth), decode(each, depth)) for key, each in items]
+
+
+def _spread(keys: list[Any]) -> list[Any]:
+    """These keys, unless too many of them have the same hash."""
+    if max(Counter(map(hash, keys)).values(), default=0) > MOST_ALIKE:
+        raise ValueError(f"more than {MOST_ALIKE} members with the same hash")
+    return keys
+
+
+def _dict_of(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    _spread([key for key, _ in pairs])
+    return dict(pairs)
+
+
 _READERS: dict[str, Any] = {
     "int": lambda v, _: int(v, 16),
     "float": lambda v, _: float(v),
     "tuple": lambda v, depth: tuple(_decoded(v, depth)),
-    "set": lambda v, depth: set(_decoded(v, depth)),
-    "frozenset": lambda v, depth: frozenset(_decoded(v, depth)),
-    "dict": lambda v, depth: dict(map(tuple, _decoded(v, depth))),
+    "set": lambda v, depth: set(_spread(_decoded(v, depth))),
+    "frozenset": lambda v, depth: frozenset(_spread(_decoded(v, depth))),
+    "dict": lambda v, depth: _dict_of(_pairs(v, depth)),
     "bytes": lambda v, _: bytes.fromhex(v),
     "bytearray": lambda v, _: bytearray.fromhex(v),
     "complex": lambda v, _: complex(float(v[0]), float(v[1])),
 }
+
+_MAX_BRACKETS = 3 * MAX_DEPTH + 3
+"""A dict with keys that are no text is written with three at a time."""
+_NO_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"|[^"\[\]{}]++', re.DOTALL)
+
+
+def _check_nesting(data: bytes) -> None:
+    """Before it is parsed: a parser would go as deep as this process allows, and there may be no stack for it."""
+    if data.count(b"[") + data.count(b"{") <= _MAX_BRACKETS:
+        return
+    depth = 0
+    for bracket in _NO_BRACKETS.sub(b"", data):
+        depth += 1 if bracket in b"[{" else -1
+        if depth > _MAX_BRACKETS:
+            raise ValueError("nested too deeply")
+
 
 _write = json.JSONEncoder(allow_nan=False, check_circular=False, separators=(",", ":")).encode
 
@@ -135,7 +178,8 @@ def dumps(value: Any) -> bytes:
 
 def loads(data: bytes) -> Any:
     """`decode` of bytes; ValueError for all that is no such value."""
+    _check_nesting(data)
     try:
-        return decode(json.loads(data))
+        return decode(json.loads(data.decode()))  # no other encoding of JSON, as bytes might have
     except RecursionError:
         raise ValueError("nested too deeply") from None

@@ -1,6 +1,7 @@
 """A worker of the sandbox: enters its isolation once, then runs one program after another, each in a copy of itself.
 
-    socket 3: request + descriptors -> "started" + a descriptor of the run -> "ended", with what the kernel knows of it
+    socket 3: where things lie
+              request + descriptors -> "started" + a descriptor of the run -> "ended", with what the kernel knows of it
 
 It knows no test, no expected output and no secret; it reports how a run ended and never what that means. It lives no
 longer than the process that started it. The standard library alone is used.
@@ -12,13 +13,14 @@ import contextlib
 import gc
 import importlib
 import json
+import math
 import os
 import select
 import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from nearpolicy.verifier.sandbox import harness, kernel
@@ -50,10 +52,10 @@ _WARM = """
 _SAMPLE = b"import sys\ndef f(x):\n    return [y for y in x if y]\nclass C:\n    pass\nprint(sum(f([1, 2])))\n"
 
 
-def main() -> None:
-    """``worker ISOLATION SLOT PARENT PACKAGES``: PACKAGES is a JSON list of folders and files to import from."""
-    isolation, slot, parent, packages = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
-    sys.argv[:] = sys.orig_argv[:] = []  # paths of this machine
+def main(packages: list[str]) -> None:
+    """``worker ISOLATION SLOT PARENT``. packages: folders and files to import from; forgotten once they are loaded."""
+    isolation, slot, parent = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    sys.argv[:] = sys.orig_argv[:] = []
     control = socket.socket(fileno=CONTROL)
     for place in range(CONTROL + 1, _PLACES):
         os.dup2(0, place)
@@ -86,7 +88,7 @@ def _warm() -> None:
     sink.close()
 
 
-def _isolated(isolation: str, slot: int, packages: Sequence[str]) -> _Worker:
+def _isolated(isolation: str, slot: int, packages: list[str]) -> _Worker:
     """This process behind its walls; in namespaces the one that goes on is a child of it."""
     spaces = isolation == "namespaces"
     shared_user = os.getuid() != 0 and not spaces
@@ -113,6 +115,9 @@ def _isolated(isolation: str, slot: int, packages: Sequence[str]) -> _Worker:
             readable=readable_without_namespaces(packages),
             capabilities=kernel.READ_ANY_FILE if kernel.holds(kernel.READ_ANY_FILE) else 0,
         )
+    if not spaces:
+        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    packages.clear()  # paths of this machine
     gc.collect()
     gc.freeze()
     return _Worker(confinement, spaces=spaces, shared_user=shared_user, held_bytes=held)
@@ -123,6 +128,8 @@ def _preload(packages: Sequence[str]) -> None:
         name = os.path.basename(path).removesuffix(".py")
         if name.isidentifier():  # and not a folder of libraries, such as numpy.libs
             importlib.import_module(name)
+        if name == "numpy":
+            importlib.import_module("numpy.random")  # which would seed itself in each run
 
 
 def _address_space(process: int) -> int:
@@ -164,12 +171,17 @@ class _Worker:
         socket.send_fds(control, [json.dumps({"started": request["id"]}).encode()], [run])
         killed = _watched(control, pid, run, request["limits"])
         _, status, usage = os.wait4(pid, 0)
+        if not self._spaces and (self._confinement is None or request["limits"]["processes"] > 1):
+            _sweep()
         words = os.read(passed, 400)
         _close(run, passed)
         ended = {"ended": request["id"], "status": os.waitstatus_to_exitcode(status), "killed": killed}
         if not words.startswith(b"+"):
             ended["failure"] = words.decode(errors="replace") or "the run was lost while it was being set up"
         ended |= {"cpu_s": usage.ru_utime + usage.ru_stime, "max_rss_mib": usage.ru_maxrss / 1024}
+        # Process 1 of a namespace can be killed by nobody in it; the kernel does it at the limit of processor time.
+        within = ended["cpu_s"] < request["limits"]["cpu_s"]
+        ended["felled"] = self._spaces and killed is None and status == signal.SIGKILL and within
         control.send(json.dumps(ended).encode())
 
     def _run(self, request: dict[str, Any], descriptors: list[int], passes: int) -> None:
@@ -234,18 +246,20 @@ def _watched(control: socket.socket, pid: int, run: int, limits: dict[str, Any])
     poll.register(control, select.POLLIN)
     clock = (~pid << 3) | 2  # of the whole process, see clock_getcpuclockid(3)
     cores = os.cpu_count() or 1
+    # Test code has a clock on the other side alone, which stops while it waits for what it asked for.
+    wall_s = math.inf if limits["wall_s"] is None else limits["wall_s"]
     begin = time.monotonic()
     killed = None
     while True:
         left = limits["cpu_s"] - _clock(clock)
         wait = max(0.002, left / cores)
-        for descriptor, _ in poll.poll(min(wait, limits["wall_s"]) * 1000):
+        for descriptor, _ in poll.poll(min(wait, wall_s) * 1000):
             if descriptor == run:
                 return killed
             os._exit(0)  # the other side is gone: nothing else comes during a run
         if killed is None and _clock(clock) >= limits["cpu_s"]:
             killed = "cpu"
-        elif killed is None and time.monotonic() - begin > limits["wall_s"] + _BACKSTOP_S:
+        elif killed is None and time.monotonic() - begin > wall_s + _BACKSTOP_S:
             killed = "wall"
         if killed is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -260,6 +274,31 @@ def _clock(clock: int) -> float:
         return time.clock_gettime(clock)
     except OSError:  # it has just ended
         return 0.0
+
+
+def _sweep() -> None:
+    """End what a run has left, where no namespace does so. None is taken back before all are dead: a dead process that
+    is still there counts, so that they use up what they may start."""
+    me = os.getpid()
+    while True:
+        while living := [pid for pid, parent, state in _processes() if parent == me and state not in "ZX"]:
+            for pid in living:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.001)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _processes() -> Iterator[tuple[int, int, str]]:
+    """(id, id of the parent, state) of each that there is."""
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError), open(f"{entry.path}/stat", "rb") as file:
+                state, parent = file.read().rpartition(b")")[2].split()[:2]
+                yield int(entry.name), int(parent), state.decode()
 
 
 def _close(*descriptors: int) -> None:

@@ -13,7 +13,9 @@ import asyncio
 import contextlib
 import fcntl
 import json
+import math
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -21,7 +23,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nearpolicy.errors import NearpolicyError
 from nearpolicy.verifier.sandbox.capture import Capture, Frames
@@ -33,23 +35,28 @@ LOST_S = 5.0
 """Beyond its wall limit a run has ended, or its worker is lost."""
 STARVED_SHARE = 0.5
 """Of the wall limit: a run that waited this long for a processor, and computed for less, was starved."""
+_Capture = TypeVar("_Capture", bound=Capture)
 _MODULES = ("values", "kernel", "syscalls", "isolation", "harness", "worker")
 _BOOT = """
-import os, sys, types
+import json, os, sys, types
+def load():
+    told = json.loads(os.read(3, 1 << 16))
+    package = "nearpolicy.verifier.sandbox"
+    for name in ("nearpolicy", "nearpolicy.verifier", package):
+        sys.modules[name] = types.ModuleType(name)
+    for name in {modules}:
+        with open(told["folder"] + "/" + name + ".py", encoding="utf-8") as file:
+            text = file.read()
+        module = sys.modules[package + "." + name] = types.ModuleType(package + "." + name)
+        setattr(sys.modules[package], name, module)
+        exec(compile(text, "sandbox/" + name + ".py", "exec"), module.__dict__)
+    return module, told.pop("packages")
 os.dup2({control}, 3)
 if {control} != 3: os.close({control})
-package = "nearpolicy.verifier.sandbox"
-for name in ("nearpolicy", "nearpolicy.verifier", package):
-    sys.modules[name] = types.ModuleType(name)
-for name in {modules}:
-    with open({folder!r} + "/" + name + ".py", encoding="utf-8") as file:
-        text = file.read()
-    module = sys.modules[package + "." + name] = types.ModuleType(package + "." + name)
-    setattr(sys.modules[package], name, module)
-    exec(compile(text, "sandbox/" + name + ".py", "exec"), module.__dict__)
-module.main()
+module, packages = load()
+module.main(packages)
 """
-"""Not by import: what is loaded so does not say where on this machine it lies."""
+"""Not by import, nor with paths as arguments: what is loaded so does not say where on this machine it lies."""
 ENVIRONMENT = {
     "PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "LANG": "C.UTF-8", "TZ": "UTC", "HOME": FOLDER, "TMPDIR": FOLDER,
     "PATH": "/usr/local/bin:/usr/bin:/bin", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
@@ -87,7 +94,8 @@ class Worker:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             ours.setblocking(False)
-            worker = cls(_executed(theirs, isolation, slot, packages), ours, bool(packages))
+            ours.send(json.dumps({"folder": str(Path(__file__).parent), "packages": list(packages)}).encode())
+            worker = cls(_executed(theirs, isolation, slot), ours, bool(packages))
         try:
             async with asyncio.timeout(START_LIMIT_S):
                 message, _ = await worker._messages.get()
@@ -121,7 +129,7 @@ class Worker:
             message, descriptors = await self._next(LOST_S)
             if descriptors:
                 running.started(descriptors[0])
-                message, _ = await self._next(run.limits.wall + LOST_S)
+                message = await self._last_word(running)
             running.ended()
         finally:
             running.close()
@@ -136,8 +144,8 @@ class Worker:
             "kind": run.kind,
             "job": dict(run.job),
             "limits": {
-                "cpu_s": limits.cpu_s, "wall_s": limits.wall, "memory_mib": limits.memory_mib,
-                "processes": limits.processes,
+                "cpu_s": limits.cpu_s, "wall_s": limits.wall if not running.asks else None,
+                "memory_mib": limits.memory_mib, "processes": limits.processes,
             },
         }  # fmt: skip
         try:
@@ -150,7 +158,18 @@ class Worker:
             async with asyncio.timeout(seconds):
                 return await self._messages.get()
         except TimeoutError:
+            if not self._messages.empty():  # it did, while this process was too busy to hear
+                return self._messages.get_nowait()
             raise WorkerLost("a worker of the sandbox does not answer") from None
+
+    async def _last_word(self, running: Running) -> dict[str, Any]:
+        """How the run ended; lost if nothing is said once it must be over."""
+        while True:
+            try:
+                return (await self._next(LOST_S))[0]
+            except WorkerLost:
+                if running.is_overdue:
+                    raise
 
     def kill(self) -> None:
         """At once, with its run; who waits for that hears that it is lost."""
@@ -158,6 +177,9 @@ class Worker:
             return
         self._loop.remove_reader(self._control)
         self._control.close()
+        while not self._messages.empty():
+            for unheard in self._messages.get_nowait()[1]:
+                os.close(unheard)
         self._messages.put_nowait(({"lost": True}, []))
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -168,9 +190,9 @@ class Worker:
         await asyncio.to_thread(self._process.wait)
 
 
-def _executed(control: socket.socket, isolation: str, slot: int, packages: Sequence[str]) -> subprocess.Popen:
-    boot = _BOOT.format(control=control.fileno(), modules=_MODULES, folder=str(Path(__file__).parent))
-    arguments = [isolation, str(slot), str(os.getpid()), json.dumps(list(packages))]
+def _executed(control: socket.socket, isolation: str, slot: int) -> subprocess.Popen:
+    boot = _BOOT.format(control=control.fileno(), modules=_MODULES)
+    arguments = [isolation, str(slot), str(os.getpid())]
     return subprocess.Popen(
         [interpreter(), "-s", "-S", "-P", "-B", "-u", "-c", boot, *arguments],
         stdin=subprocess.DEVNULL,
@@ -206,20 +228,48 @@ class Running:
         self._loop = asyncio.get_running_loop()
         self._run = run
         self._begin = time.perf_counter()
-        self._pidfd = -1
+        self._pidfd = self._replies = self._reply = -1
         self._timer: asyncio.TimerHandle | None = None
+        self._left_s = run.limits.wall
+        self._due = math.inf
         self.stopped: str | None = None
         self._starved = False
         self._wall_s = 0.0
         self._answering: set[asyncio.Task] = set()
-        cap = run.limits.output_kib * 1024
-        self.stdout = Capture(cap, cap, self._too_much)
-        self.stderr = Capture(STDERR_KEPT, STDERR_CAP, self._too_much, last=True)
+        self._waiting = 0
+        """Questions of test code that are not answered yet."""
         self._on_frame = on_frame
-        self.results = Frames(cap, self._too_much, self._asked if on_frame is not None else None)
-        self._replies, self._reply = os.pipe2(os.O_CLOEXEC) if on_frame is not None else (-1, -1)
-        self._memory = [sealed("program", run.program), sealed("input", run.stdin)]
         self._last: bytes | None = None
+        self._captures: list[Capture] = []
+        self._memory: list[int] = []
+        try:
+            self._open()
+        except BaseException:  # there may be no more descriptors: then those that there were are given back
+            self.close()
+            raise
+
+    def _open(self) -> None:
+        cap = self._run.limits.output_kib * 1024
+        self.stdout = self._captured(Capture(cap, cap, self._too_much))
+        self.stderr = self._captured(Capture(STDERR_KEPT, STDERR_CAP, self._too_much, last=True))
+        self.results = self._captured(Frames(cap, self._too_much, self._asked if self.asks else None))
+        if self.asks:
+            self._replies, self._reply = os.pipe2(os.O_CLOEXEC)
+        self._memory.append(sealed("program", self._run.program))
+        self._memory.append(sealed("input", self._run.stdin))
+
+    def _captured(self, capture: _Capture) -> _Capture:
+        self._captures.append(capture)
+        return capture
+
+    @property
+    def asks(self) -> bool:
+        """Whether it is test code, which asks for calls and is answered."""
+        return self._on_frame is not None
+
+    @property
+    def is_overdue(self) -> bool:
+        return self._loop.time() > self._due + LOST_S
 
     @property
     def descriptors(self) -> list[int]:
@@ -229,13 +279,24 @@ class Running:
     def started(self, pidfd: int) -> None:
         self._pidfd = pidfd
         self._drop_theirs()
-        self._timer = self._loop.call_later(self._run.limits.wall, self._too_long)
+        if not self._waiting:
+            self._clock_on()
+
+    def _clock_on(self) -> None:
+        self._due = self._loop.time() + self._left_s
+        self._timer = self._loop.call_at(self._due, self._too_long)
+
+    def _clock_off(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._left_s = max(0.0, self._due - self._loop.time())
+        self._timer, self._due = None, math.inf
 
     def _drop_theirs(self) -> None:
         for descriptor in self._memory:
             os.close(descriptor)
         self._memory = []
-        for capture in (self.stdout, self.stderr, self.results):
+        for capture in self._captures:
             capture.close_writing()
         if self._replies >= 0:
             os.close(self._replies)
@@ -243,18 +304,27 @@ class Running:
 
     def _asked(self, frame: bytes) -> None:
         self._last = frame
+        self._waiting += 1
+        self._clock_off()  # it waits for runs that have limits of their own, and for a place for them
         task = self._loop.create_task(self._answer(frame))
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
 
     async def _answer(self, frame: bytes) -> None:
         assert self._on_frame is not None
-        reply = await self._on_frame(frame)
-        if reply and self._reply >= 0:
-            with contextlib.suppress(OSError):
-                await asyncio.to_thread(os.write, self._reply, reply)
+        try:
+            reply = await self._on_frame(frame)
+            if reply and self._reply >= 0:
+                with contextlib.suppress(OSError):
+                    await asyncio.to_thread(os.write, self._reply, reply)
+        finally:
+            self._waiting -= 1
+            if not self._waiting and self._pidfd >= 0:
+                self._clock_on()
 
     def _too_long(self) -> None:
+        if _has_ended(self._pidfd):  # in time, and this process was too busy to hear of it
+            return
         self._starved = is_starved(*_processor_times(self._pidfd), self._run.limits.wall)
         self._stop("wall")
 
@@ -271,7 +341,7 @@ class Running:
         """The run is dead: what it has written is in the pipes."""
         self._wall_s = time.perf_counter() - self._begin
         self._drop_theirs()
-        for capture in (self.stdout, self.stderr, self.results):
+        for capture in self._captures:
             capture.finish()
 
     def close(self) -> None:
@@ -281,7 +351,7 @@ class Running:
         for task in self._answering:
             task.cancel()
         self._drop_theirs()
-        for capture in (self.stdout, self.stderr, self.results):
+        for capture in self._captures:
             capture.close()
         for descriptor in (self._reply, self._pidfd):
             if descriptor >= 0:
@@ -292,6 +362,8 @@ class Running:
         failure = message.get("failure")
         if failure is None and self.stopped == "wall" and self._starved:
             failure = "the run got next to no processor time before its wall limit"
+        if failure is None and self.stopped is None and message.get("felled"):
+            failure = "the run was killed from outside, perhaps because the machine had no memory left"
         return Ended(
             status=message.get("status", 0),
             stdout=self.stdout.kept,
@@ -303,6 +375,12 @@ class Running:
             wall_s=self._wall_s,
             memory_mib=message.get("max_rss_mib", 0.0),
         )
+
+
+def _has_ended(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def is_starved(computed_s: float, waited_s: float, wall_s: float) -> bool:

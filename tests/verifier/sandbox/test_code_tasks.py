@@ -5,9 +5,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -15,7 +18,8 @@ from hostile import children
 
 from nearpolicy.verifier.code import task_of
 from nearpolicy.verifier.rewards import RowError
-from nearpolicy.verifier.sandbox import pool
+from nearpolicy.verifier.sandbox import pool, zygotes
+from nearpolicy.verifier.sandbox import worker as worker_module
 from nearpolicy.verifier.sandbox.grading import CannotSplitError, CodeTask, Grade, StdinTest, grade
 from nearpolicy.verifier.sandbox.pool import Workers
 from nearpolicy.verifier.sandbox.runs import Ended, Limits, Run
@@ -401,6 +405,285 @@ def test_an_exception_named_like_a_function_runs_nothing():
     assert graded(forged, ADD_CODE).verdict == "runtime_error"
 
 
+def test_an_exception_that_ends_a_loop_does_not_end_the_tests():
+    code = "for found, right in zip(map(add, [1, 2], [3, 4]), [4, 6]):\n    assert found == right"
+    assert graded("def add(a, b): return a + b", code).verdict == "passed"
+    assert graded("def add(a, b): raise StopIteration", code).verdict == "runtime_error"
+
+
+def test_what_ends_test_code_is_not_undone_by_catching_everything():
+    code = "try:\n    add(1, 'a')\nexcept:\n    pass\nelse:\n    assert False"
+    assert graded("def add(a, b): return a + b", code).verdict == "passed"
+    assert graded("def add(a, b): return (a for _ in [b])", code).verdict == "runtime_error"
+    with pytest.raises(CannotSplitError, match="type function"):
+        graded("def add(a, b): return a + b", "try:\n    add(lambda: 1, 1)\nexcept:\n    pass")
+
+
+def test_a_value_that_is_too_deep_once_the_test_wraps_it_is_no_excuse():
+    """K45: it cannot be handed on, and that was the program's choice."""
+    deep = "def wrap(x):\n    for _ in range(63): x = [x]\n    return x"
+    assert graded(deep, "assert wrap(wrap(1)) == 1", entry="wrap").verdict == "wrong_answer"
+
+
+def test_a_function_may_be_called_check():
+    for together in (False, True):
+        program = "def check(a): return a\ndef other(a): return check(a)"
+        assert graded(program, "assert check(3) == 3", entry="check", together=together).verdict == "passed"
+        assert graded(program, "assert other(3) == 3", entry="other", together=together).verdict == "passed"
+
+
+def test_test_code_may_call_from_threads():
+    code = (
+        "from concurrent.futures import ThreadPoolExecutor\nwith ThreadPoolExecutor(4) as pool:\n"
+        "    assert list(pool.map(add, range(8), range(8))) == list(range(0, 16, 2))"
+    )
+    assert graded("def add(a, b): return a + b", code).verdict == "passed"
+
+
+def test_a_forged_end_of_the_weaker_trust_is_still_one_of_the_tests():
+    forged = (
+        "import os, struct\nb = b'{}'\nos.write(3, struct.pack('>I', len(b)) + b)\n"
+        "os._exit(0)\ndef add(a, b): return a + b"
+    )
+    for number in ("Infinity", "1000000", "-5", "true", '"1"', "[]"):
+        program = forged.replace("{}", '{"end":"failed","test":' + number + "}")
+        found = graded(program, ["assert add(2, 3) == 5"], together=True)
+        assert (found.verdict, found.passed) == ("runtime_error", 0)
+
+
+def test_test_code_is_not_late_while_its_calls_wait_for_a_place():
+    async def run():
+        sandbox = Workers("namespaces", 1)
+        slow = Run(kind="program", program=b"import time; time.sleep(0.6)")
+        task = task_of(ADD_CODE, entry="add")
+        waiting = [sandbox.run(slow) for _ in range(4)]
+        try:
+            found = await asyncio.gather(
+                *waiting, grade(sandbox, "def add(a, b): return a + b", task, Limits(wall_s=1.5))
+            )
+            endless = await grade(
+                sandbox, "def add(a, b): return 5", task_of("add(1, 1)\nwhile True: pass", entry="add"),
+                Limits(cpu_s=60, wall_s=0.5),
+            )  # fmt: skip
+            return found[-1].verdict, endless.verdict
+        finally:
+            await sandbox.close()
+
+    assert asyncio.run(run()) == ("passed", "time_limit")
+
+
+def test_a_run_that_ended_in_time_is_not_late_because_its_judge_was():
+    async def run():
+        sandbox = Workers("namespaces", 1)
+        try:
+            await sandbox.run(Run(kind="program", program=b""))
+            quick = Run(kind="program", program=b"import time; time.sleep(0.3); print(1)", limits=Limits(wall_s=1.5))
+            running = asyncio.create_task(sandbox.run(quick))
+            await asyncio.sleep(0.15)
+            time.sleep(2)
+            return await running
+        finally:
+            await sandbox.close()
+
+    ended = asyncio.run(run())
+    assert (ended.stopped, ended.failure, ended.stdout) == (None, None, b"1\n")
+
+
+def test_a_large_result_does_not_hold_up_the_judge():
+    program = "def add(a, b): return [[] for _ in range(300_000)]"
+
+    async def run():
+        longest, last, ended = 0.0, time.perf_counter(), False
+
+        async def watch():
+            nonlocal longest, last
+            while not ended:
+                longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
+                await asyncio.sleep(0.005)
+
+        sandbox = Workers("namespaces", 1)
+        watching = asyncio.create_task(watch())
+        try:
+            found = await grade(sandbox, program, task_of(ADD, entry="add"), Limits())
+        finally:
+            ended = True
+            await watching
+            await sandbox.close()
+        return found.verdict, longest
+
+    verdict, longest = asyncio.run(run())
+    assert verdict == "wrong_answer"
+    assert longest < 1.0
+
+
+def test_single_bytes_do_not_keep_the_judge_busy():
+    program = b"import fcntl, os\nfcntl.fcntl(2, fcntl.F_SETFL, os.O_DIRECT)\nwhile True: os.write(2, b'x')"
+
+    async def run():
+        sandbox = Workers("namespaces", 1)
+        try:
+            await sandbox.run(Run(kind="program", program=b""))
+            begin = time.process_time()
+            await sandbox.run(Run(kind="program", program=program, limits=Limits(cpu_s=5, wall_s=2)))
+            return time.process_time() - begin
+        finally:
+            await sandbox.close()
+
+    assert asyncio.run(run()) < 0.5
+
+
+def test_a_run_for_which_there_are_no_descriptors_keeps_none(monkeypatch):
+    async def run():
+        sandbox = Workers("namespaces", 1)
+        try:
+            await sandbox.run(Run(kind="program", program=b""))
+            before = len(os.listdir("/proc/self/fd"))
+            with monkeypatch.context() as patch:
+                patch.setattr(zygotes, "sealed", none_left)
+                failed = await sandbox.run(Run(kind="program", program=b""))
+            await sandbox.run(Run(kind="program", program=b""))
+            return failed.failure, len(os.listdir("/proc/self/fd")) - before
+        finally:
+            await sandbox.close()
+
+    def none_left(*_):
+        raise OSError("too many open files")
+
+    failure, more = asyncio.run(run())
+    assert "too many open files" in failure
+    assert more <= 1  # the thread that waits for ended workers may hold one
+
+
+def test_closing_while_a_worker_starts_leaves_none():
+    async def run():
+        sandbox = Workers("namespaces", 1)
+        running = asyncio.create_task(sandbox.run(Run(kind="program", program=b"import time; time.sleep(5)")))
+        await asyncio.sleep(0.02)
+        begin = time.perf_counter()
+        await sandbox.close()
+        ended = await running
+        return ended.failure, time.perf_counter() - begin
+
+    failure, seconds = asyncio.run(run())
+    assert failure is not None
+    assert seconds < 4
+
+
+def test_what_a_program_leaves_is_gone_without_namespaces_too():
+    """K41."""
+    sleeper = b"import os, time\nif os.fork() == 0:\n    if os.fork() == 0:\n        time.sleep(300)\n    os._exit(0)"
+    bomb = b"import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        os._exit(0)"
+
+    async def run():
+        sandbox = Workers("landlock", 1)
+        try:
+            for program in (sleeper, bomb, sleeper):
+                await sandbox.run(Run(kind="program", program=program, limits=Limits(processes=8, wall_s=3)))
+            [worker] = sandbox._idle[False]
+            return below(worker._process.pid)
+        finally:
+            await sandbox.close()
+
+    def below(pid):
+        return [each for each, parent, _ in worker_module._processes() if parent == pid]
+
+    assert asyncio.run(run()) == []
+
+
+def test_a_run_that_is_killed_from_outside_is_run_again():
+    """K45: as when the machine has no memory left."""
+
+    async def run():
+        sandbox = Workers("namespaces", 1)
+        program = b"import time; time.sleep(1); print(1)"
+        running = asyncio.create_task(sandbox.run(Run(kind="program", program=program)))
+        try:
+            await asyncio.sleep(0.5)
+            while not (started := [each for w in sandbox._busy for p in below(w._process.pid) for each in below(p)]):
+                await asyncio.sleep(0.01)
+            os.kill(started[0], signal.SIGKILL)
+            ended = await running
+            itself = b"import os\nwhile True: os.kill(os.getpid(), 9)"
+            return ended, await sandbox.run(Run(kind="program", program=itself))
+        finally:
+            await sandbox.close()
+
+    def below(pid):
+        return [each for each, parent, _ in worker_module._processes() if parent == pid]
+
+    ended, itself = asyncio.run(run())
+    assert (ended.failure, ended.stopped, ended.status, ended.stdout) == (None, None, 0, b"1\n")
+    assert itself.stopped is None and itself.failure is None and itself.status < 0
+
+
+@pytest.mark.parametrize("isolation", ["namespaces", "landlock"])
+def test_a_crash_is_nothing_to_keep(isolation):
+    look = b"import ctypes, resource\nprint(resource.getrlimit(4), ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))"
+
+    async def run():
+        sandbox = Workers(isolation, 1)
+        try:
+            return await sandbox.run(Run(kind="program", program=look))
+        finally:
+            await sandbox.close()
+
+    assert asyncio.run(run()).stdout == b"(1, 1) 0\n"
+
+
+def test_a_run_does_not_learn_where_on_this_machine_its_judge_lies():
+    look = """
+import ctypes, sys
+frame, seen = sys._getframe(), []
+while frame:
+    seen += [repr(frame.f_code.co_consts), repr(frame.f_locals), repr(frame.f_globals)]
+    frame = frame.f_back
+count, words = ctypes.c_int(), ctypes.POINTER(ctypes.c_wchar_p)()
+ctypes.pythonapi.Py_GetArgcArgv(ctypes.byref(count), ctypes.byref(words))
+seen += [words[i] for i in range(count.value)]
+print(" ".join(seen))
+"""
+
+    async def run():
+        from nearpolicy.verifier.sandbox.ladder import installed
+
+        sandbox = Workers("namespaces", 1, installed(["numpy"]))
+        try:
+            return await sandbox.run(Run(kind="program", program=look.encode(), packages=True))
+        finally:
+            await sandbox.close()
+
+    ended = asyncio.run(run())
+    assert ended.status == 0 and ended.stdout
+    assert str(pathlib.Path(zygotes.__file__).parent).encode() not in ended.stdout
+    assert b"site-packages/numpy" not in ended.stdout
+
+
+def test_numpy_draws_the_same_numbers_on_every_worker():
+    from nearpolicy.verifier.sandbox.ladder import installed
+
+    program = b"import numpy\nprint(numpy.random.random(), numpy.random.permutation(20))"
+
+    async def run():
+        seen = set()
+        for slot in range(2):
+            worker = await Worker.start("namespaces", slot, installed(["numpy"]))
+            seen.add((await worker.run(Run(kind="program", program=program, packages=True))).stdout)
+            await worker.close()
+        return seen
+
+    [drawn] = asyncio.run(run())
+    assert drawn
+
+
+def test_where_nothing_can_be_tried_the_isolation_is_refused(monkeypatch, tmp_path):
+    from nearpolicy.errors import VerifierError
+    from nearpolicy.verifier.sandbox.ladder import opened
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(VerifierError, match="temporary files"):
+        asyncio.run(opened("namespaces", workers=1, packages=(), allow_unisolated=False))
+
+
 def test_test_code_that_needs_more_than_values_says_so():
     with pytest.raises(CannotSplitError, match="type function"):
         graded("def apply(f, x): return f(x)", "assert apply(lambda x: x, 1) == 1", entry="apply")
@@ -511,7 +794,6 @@ def test_workers_end_with_the_process_that_started_them():
 
 @pytest.mark.large
 def test_ten_thousand_runs_leave_no_process_no_descriptor_and_no_memory():
-    import os
     import resource
 
     async def run():

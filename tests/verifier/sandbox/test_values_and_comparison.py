@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import math
+import time
 
 import pytest
 from hypothesis import given
@@ -51,7 +52,9 @@ def test_bytes_that_are_no_value_are_told_and_never_raise_otherwise(data):
     [
         b"[" * 100_000, b'{"$":"set","v":[[1]]}', b'{"$":"dict","v":[[1]]}', b'{"$":"exec","v":"1"}', b'{"$":"int"}',
         b'{"$":"int","v":1}', b'{"$":"bytes","v":"zz"}', b'{"$":"complex","v":[]}', b'{"$":["a"],"v":1}', b"\xff", b"",
-        b"1" * 10_000, b'{"$":"tuple","v":' * 200,
+        b"1" * 10_000, b'{"$":"tuple","v":' * 200, b'{"$":"float","v":1' + b"0" * 400 + b"}",
+        b'{"$":"complex","v":[1' + b"0" * 400 + b",0]}", b'{"$":"dict","v":["ab"]}', b"[" * 66 + b"]" * 66,
+        "[1]".encode("utf-16"),
     ],
 )  # fmt: skip
 def test_what_no_honest_harness_writes_is_refused(data):
@@ -119,6 +122,38 @@ def test_a_value_that_holds_itself_does_not_travel():
         values.dumps(own)
 
 
+def test_what_can_be_read_can_be_written():
+    deepest = values.loads(b"[" * 65 + b"]" * 65)
+    assert values.loads(values.dumps(deepest)) == deepest
+
+
+def test_what_is_nested_too_deeply_is_not_even_parsed(monkeypatch):
+    def parsed(_):
+        raise AssertionError
+
+    monkeypatch.setattr(values.json, "loads", parsed)
+    for data in (b"[" * 1_000_000, b'{"a":' * 200_000, b'["]]]"' * 300, b'{"$":"tuple","v":[' * 300):
+        with pytest.raises(ValueError, match="nested too deeply"):
+            values.loads(data)
+
+
+def test_brackets_in_text_are_text():
+    value = ["[{" * 500, '"[' * 500, "\\" * 99 + "[" * 500, {"]" * 300: "}" * 300}]
+    assert values.loads(values.dumps(value)) == value
+
+
+def test_members_that_all_have_one_hash_are_refused_at_once():
+    alike = [str(each * (2**61 - 1)) for each in range(50_000)]
+    pairs = [f"[{each},0]" for each in alike]
+    begin = time.perf_counter()
+    for tag, items in (("set", alike), ("frozenset", alike), ("dict", pairs)):
+        with pytest.raises(ValueError, match="same hash"):
+            values.loads(f'{{"$":"{tag}","v":[{",".join(items)}]}}'.encode())
+    assert time.perf_counter() - begin < 5
+    many = {each * 2**32 for each in range(10_000)}
+    assert values.loads(values.dumps(many)) == many
+
+
 def test_an_int_of_any_length_travels():
     assert values.loads(values.dumps(10**20_000)) == 10**20_000
 
@@ -167,7 +202,7 @@ def test_values_that_are_right(expected, found):
         (1, True), (True, 1), (1, 1.0), (0, False), ("1", 1), ([1], (1,)), ((1,), [1]), ([1, 2], [1]),
         ({"a": 1}, [("a", 1)]),
         ({1: "a"}, {True: "a"}), ({1}, {True}), ({1}, {1.0}), ({1}, frozenset({1})), (b"a", "a"), (None, 0),
-        (None, False),
+        (None, False), ({(1,)}, {(True,)}), ({frozenset({1})}, {frozenset({1.0})}), ({(1, (2,))}, {(1, (2.0,))}),
         (1.0, True), (math.nan, math.nan), (0.5, 10**400), (10**16, 10**16 + 1), ([], None), ("", None), ({}, set()),
         ([[1]], [[True]]), ("a", "a "), ({"a": 1}, {"a": 1, "b": 2}),
     ],
