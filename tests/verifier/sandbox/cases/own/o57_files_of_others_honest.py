@@ -10,5 +10,6 @@
 # limits: -
 # only on: landlock
 import os, stat
-found = stat.S_ISREG(os.stat(os.__file__).st_mode) and os.access(os.__file__, os.R_OK)
+with open(os.__file__) as library:
+    found = stat.S_ISREG(os.stat(os.__file__).st_mode) and library.readable() and bool(library.read(1))
 print(int(input()) ** 2 * found)
