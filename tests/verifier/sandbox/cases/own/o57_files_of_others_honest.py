@@ -10,5 +10,5 @@
 # limits: -
 # only on: landlock
 import os, stat
-found = stat.S_ISREG(os.stat(os.__file__).st_mode) and os.access(os.__file__, os.R_OK)
+found = stat.S_ISREG(os.stat(os.__file__).st_mode)
 print(int(input()) ** 2 * found)
