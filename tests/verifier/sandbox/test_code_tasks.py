@@ -353,6 +353,15 @@ def test_numpy_where_it_is_allowed():
     assert found.verdict == "passed", found.stderr
 
 
+def test_a_scalar_of_numpy_is_the_number_it_is():
+    from nearpolicy.verifier.sandbox.ladder import installed
+
+    program = "import numpy as np\ndef add(a, b): return [np.int64(a) + b, np.float32(0.5), np.bool_(True)]"
+    tests = [{"args": [2, 3], "result": [5, 0.5, True]}]
+    assert graded(program, tests, packages=installed(["numpy"])).verdict == "passed"
+    assert graded(program, "assert add(2, 3) == [5, 0.5, True]", packages=installed(["numpy"])).verdict == "passed"
+
+
 def test_methods_keyword_arguments_and_values_of_all_types():
     program = "class Solution:\n    def swap(self, a, *, b):\n        return (b, {a}, {1: a}, str(b).encode())"
     tests = [

@@ -10,6 +10,5 @@
 # limits: -
 # only on: landlock
 import os, stat
-with open(os.__file__) as library:
-    found = stat.S_ISREG(os.stat(os.__file__).st_mode) and library.readable() and bool(library.read(1))
+found = stat.S_ISREG(os.stat(os.__file__).st_mode)
 print(int(input()) ** 2 * found)
