@@ -10,8 +10,8 @@ module is loaded inside the sandbox too, and uses nothing but the standard libra
 from __future__ import annotations
 
 import json
-import sys
 import re
+import sys
 from collections import Counter
 from typing import Any
 
