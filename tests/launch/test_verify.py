@@ -74,14 +74,17 @@ def test_an_answer_is_compared_as_in_training(verdict):
 def test_a_right_answer_that_cannot_be_read_is_a_failed_verdict_not_bad_usage(verdict):
     found = verdict("math", "--gold", " ", "--answer", "0.5")
     assert (found["outcome"], found["reward"]) == ("failed", None)
-    assert "finds nothing to compare with" in found["reason"]
+    assert found["reason"] == "the right answer is empty"
 
 
 def test_an_answer_that_never_ends_ends_at_the_time_limit(verdict):
     begin = time.monotonic()
-    found = verdict("math", "--gold", "1/2", "--answer", "$9^{9^{9^{9}}}$", "--timeout-s", "1")
+    endless = r"\boxed{\sum_{k=1}^{2} 9^{9^{9^{9}}}}"
+    found = verdict("math", "--gold", "1/2", "--answer", endless, "--timeout-s", "1")
     assert (found["outcome"], found["reward"], found["reason"]) == ("scored", 0.0, "time_limit")
     assert time.monotonic() - begin < 60
+    told = verdict("math", "--gold", "1/2", "--answer", "$9^{9^{9^{9}}}$")["reason"]
+    assert told.startswith("time_limit: ")  # from its size, before anything is computed
 
 
 def test_an_answer_may_come_from_a_file_or_a_pipe(verdict, tmp_path, monkeypatch):
