@@ -439,9 +439,19 @@ def dump_resolved(config: RunConfig) -> str:
     """Every key with its value, as YAML that `load_recipe` reads back into an equal config."""
     import io
 
-    out = io.StringIO()
-    _yaml(typ="safe").dump(config.model_dump(mode="json"), out)
+    out, yaml = io.StringIO(), _yaml(typ="safe")
+    yaml.representer.add_representer(str, _text_as_it_is)
+    yaml.dump(config.model_dump(mode="json"), out)
     return out.getvalue()
+
+
+_BREAKS = re.compile("[\x85\u2028\u2029]")
+"""Ends of lines to YAML, which single quotes do not keep; double quotes escape them."""
+
+
+def _text_as_it_is(representer: Any, text: str) -> Any:
+    style = '"' if _BREAKS.search(text) else None
+    return representer.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 class _Origins:

@@ -492,3 +492,12 @@ def test_numbers_and_names_that_nothing_can_have_are_refused_with_their_key(load
 def test_a_batch_larger_than_the_program_is_made_for_is_refused(load):
     message = refusal(load, "", "queue.prompts_per_step=100000", "queue.max_staleness=9")
     assert "(queue.max_staleness + 1) * queue.prompts_per_step = 1,000,000 groups at once" in message
+
+
+@pytest.mark.parametrize("text", ["a\x85b", "a\u2028b", "\u2029", "a\x85 5", "'\x85\"\\"])
+def test_text_with_an_end_of_a_line_of_any_kind_reads_back(text, tmp_path):
+    recipe = Path(__file__).parents[1] / "recipes" / "demo.yaml"
+    config = load_recipe(recipe, [f"sampling.stop={json.dumps([text])}"])
+    assert list(config.sampling.stop) == [text]
+    (tmp_path / "again.yaml").write_text(dump_resolved(config), encoding="utf-8")
+    assert load_recipe(tmp_path / "again.yaml").sampling == config.sampling
