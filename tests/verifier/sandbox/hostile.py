@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import secrets
@@ -20,14 +21,34 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from nearpolicy.verifier.sandbox.bubblewrap import Bubblewrap
+from nearpolicy.verifier.sandbox import kernel
+from nearpolicy.verifier.sandbox.bubblewrap import Bubblewrap, available
 from nearpolicy.verifier.sandbox.grading import CallTest, CodeTask, StdinTest, grade
 from nearpolicy.verifier.sandbox.pool import Workers
 from nearpolicy.verifier.sandbox.runs import Limits
+from nearpolicy.verifier.sandbox.zygotes import Worker, WorkerRefused
 
 CASES = Path(__file__).parent / "cases"
 MARKER = "sbx_probe_marker.txt"
 PLACES_OUTSIDE = (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm", "/")
+
+
+@functools.cache
+def why_not(isolation: str) -> str | None:
+    """Why a path of isolation is not to be had on this machine; None if it is."""
+
+    async def started() -> None:
+        await (await Worker.start(isolation, 0, [])).close()
+
+    if isolation == "bubblewrap":
+        return None if available() else "bwrap is not installed"
+    if isolation == "landlock" and kernel.landlock_version() == 0:
+        return "this kernel has no Landlock"
+    try:
+        asyncio.run(started())
+    except WorkerRefused as error:
+        return f"{isolation} is not to be had here: {error}"
+    return None
 
 
 def header(file: Path) -> dict[str, str]:

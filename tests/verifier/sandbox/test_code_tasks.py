@@ -14,7 +14,7 @@ import tempfile
 import time
 
 import pytest
-from hostile import children
+from hostile import children, why_not
 
 from nearpolicy.verifier.code import task_of
 from nearpolicy.verifier.rewards import RowError
@@ -24,6 +24,9 @@ from nearpolicy.verifier.sandbox.grading import CannotSplitError, CodeTask, Grad
 from nearpolicy.verifier.sandbox.pool import Workers
 from nearpolicy.verifier.sandbox.runs import Ended, Limits, Run
 from nearpolicy.verifier.sandbox.zygotes import Worker
+
+if (REASON := why_not("namespaces")) is not None:
+    pytest.skip(REASON, allow_module_level=True)
 
 ADD = [{"args": [2, 3], "result": 5}]
 ADD_CODE = "assert add(2, 3) == 5\nassert add(10, -4) == 6"

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
-from hostile import CASES, children, header, judged
+from hostile import CASES, children, header, judged, why_not
 
-from nearpolicy.verifier.sandbox import bubblewrap, kernel
+from nearpolicy.verifier.sandbox import kernel
 
 PATHS = ("namespaces", "landlock", "bubblewrap")
 PACKAGE = Path(kernel.__file__).parents[3]
@@ -28,10 +28,8 @@ def files_for(isolation: str, folder: Path = CASES, *, quick: bool = False) -> l
 
 
 def require(isolation: str) -> None:
-    if isolation == "bubblewrap" and bubblewrap.available() is None:
-        pytest.skip("bwrap is not installed")
-    if isolation == "landlock" and kernel.landlock_version() == 0:
-        pytest.skip("this kernel has no Landlock")
+    if (reason := why_not(isolation)) is not None:
+        pytest.skip(reason)
 
 
 def faults(found: dict[str, dict], files: list[Path]) -> list[str]:
