@@ -67,26 +67,14 @@ def _problem(kind: str, problem: Any) -> str:
 
 def judged(reward: RewardConfig, text: str, columns: Mapping[str, Any], *, timeout_s: float) -> Verdict:
     """The verdict of a reward on a text, for a row with these columns."""
-    from nearpolicy.records import Prompt, Rollout
     from nearpolicy.verifier.config import VerifierConfig
-    from nearpolicy.verifier.service import VerifierService
+    from nearpolicy.verifier.service import judged_once
     from nearpolicy.verifier.workers import WorkerDied
 
     if not 0.001 <= timeout_s <= 1e6:
         raise ConfigError(f"--timeout-s is {timeout_s:g}; use something from 0.001 to 1000000 seconds")
-    prompt = Prompt(id="verify/1", task="verify", text="", columns=columns)
-    rollout = Rollout(sample=0, segments=(), text=text, numerics="exact")
-
-    async def verdict() -> Verdict:
-        service = VerifierService({prompt.task: [reward]}, VerifierConfig(timeout_s=timeout_s))
-        try:
-            await service.start()
-            return (await service.score(prompt, rollout))[reward.source]
-        finally:
-            await service.close()
-
     try:
-        return asyncio.run(verdict())
+        return asyncio.run(judged_once(reward, text, columns, VerifierConfig(timeout_s=timeout_s)))
     except WorkerDied as error:
         raise VerifierError(f"{error}, so nothing could be judged; see above for what it said, and try again") from None
 

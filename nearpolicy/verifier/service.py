@@ -249,8 +249,8 @@ async def judged_once(
     ``columns``: the row, with the right answer where the reward reads it (``{"answer": "1/2"}``).
     """
     service = VerifierService({"once": [reward]}, config or VerifierConfig())
-    await service.start()
     try:
+        await service.start()
         prompt = Prompt(id="once", task="once", text="", columns=columns)
         rollout = Rollout(sample=0, segments=(), text=completion, numerics="exact")
         return (await service.score(prompt, rollout))[reward.source]
