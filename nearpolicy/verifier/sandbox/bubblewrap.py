@@ -45,6 +45,7 @@ with open(5, "rb") as file:
 os.closerange(5 if job["kind"] == "tests" else 4, 64)  # bubblewrap's report among them
 limit(**job["limits"])
 Confinement(writable="/box", readable=["/"]).apply(processes=job["limits"]["processes"] > 1)
+harness.prepare()
 os._exit(harness.run(job["kind"], program, **job["job"]))
 """
 _HELD_MIB = 32

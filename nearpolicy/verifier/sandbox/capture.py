@@ -26,9 +26,9 @@ class Capture:
         self._seen = 0
         self._loop = asyncio.get_running_loop()
         self._pause: asyncio.TimerHandle | None = None
+        self._listening = False
         self._reading, self.writing = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._reading, False)
-        self._listen()
 
     @property
     def kept(self) -> bytes:
@@ -38,15 +38,21 @@ class Capture:
     def excess(self) -> bool:
         return self._seen > self._cap
 
-    def _listen(self) -> None:
-        self._pause = None
+    def listen(self) -> None:
+        """Read from now on, and not only what the pipe holds in the end."""
+        self._pause, self._listening = None, True
         self._loop.add_reader(self._reading, self._readable)
+
+    def _do_not_listen(self) -> None:
+        if self._listening:
+            self._loop.remove_reader(self._reading)
+        self._listening = False
 
     def _readable(self) -> None:
         seen = self._seen
         if self._read() and self._seen - seen < _LITTLE:
-            self._loop.remove_reader(self._reading)
-            self._pause = self._loop.call_later(_PAUSE_S, self._listen)
+            self._do_not_listen()
+            self._pause = self._loop.call_later(_PAUSE_S, self.listen)
 
     def _read(self) -> bool:
         """Whether there may be more at once."""
@@ -55,7 +61,7 @@ class Capture:
         except BlockingIOError:
             return False
         if not data:
-            self._loop.remove_reader(self._reading)
+            self._do_not_listen()
             return False
         was = self.excess
         self._seen += len(data)
@@ -89,7 +95,7 @@ class Capture:
         if self._pause is not None:
             self._pause.cancel()
         if self._reading >= 0:
-            self._loop.remove_reader(self._reading)
+            self._do_not_listen()
             os.close(self._reading)
             self._reading = -1
 

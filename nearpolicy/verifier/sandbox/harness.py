@@ -34,23 +34,22 @@ _TIDY_LIMIT = 200
 """Characters of an exception's message that leave the sandbox."""
 
 
-def run(kind: str, program: bytes, **job: Any) -> int:
-    """Exit status of a run of this kind."""
+def prepare() -> None:
+    """What every run finds, while descriptors 0 to 2 are of the kinds they will be. Once for all copies of a process."""
     random.seed(0)
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed(0)
-    _open_streams()
-    return _KINDS[kind](program, **job)
-
-
-def _open_streams() -> None:
-    """Anew, because the ones of the process that this one is a copy of may have been read from."""
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), "utf-8", "replace")
     sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), "utf-8", "surrogatepass")
     raw = io.FileIO(2, "w", closefd=False)  # unbuffered: what a run says before it is killed is seen
     sys.stderr = io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)  # type: ignore[arg-type]
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     sys.argv = [PROGRAM]
+
+
+def run(kind: str, program: bytes, **job: Any) -> int:
+    """Exit status of a run of this kind."""
+    return _KINDS[kind](program, **job)
 
 
 # A program that reads its input and prints

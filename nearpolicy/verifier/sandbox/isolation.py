@@ -1,7 +1,7 @@
 """How a worker and its runs are shut in. Two rungs; what each needs and leaves open is in docs/verifiers.md.
 
     namespaces   worker: own user, mounts, network, processes; a root with the system's libraries and the interpreter
-                 run:    own processes and an own writable folder, and all of `landlock`
+                 run:    own processes and a writable folder that nobody has touched before, and all of `landlock`
     landlock     run:    Landlock + filter of system calls + limits, no writable folder
 
 The standard library alone is used: this is loaded in workers, which know nothing else.
@@ -13,6 +13,7 @@ import contextlib
 import os
 import resource
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,7 +32,6 @@ _HIDDEN = ("/usr/src", "/usr/app", "/usr/local/src", "/usr/local/app")
 _OWN_UIDS = ((2_000_000_000, 1 << 24), (64_000, 1000), (60_000, 1000))
 """Where user ids of workers may begin that nobody else has, and how many; within a container only low ones exist."""
 _WORKER_NAMESPACES = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
-RUN_NAMESPACES = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS
 
 
 # The worker
@@ -163,11 +163,33 @@ def _show(source: str, place: str) -> None:
 # A run
 
 
-def own_folder() -> None:
-    """A writable folder that ends with this run."""
-    options = f"mode=700,size={FOLDER_MIB}m,nr_inodes={FOLDER_FILES},uid=1000,gid=1000"
-    kernel.mount("tmpfs", FOLDER, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
-    os.chdir(FOLDER)
+class OwnFolder:
+    """The writable folder of a run: a file system in memory, made anew unless nobody has touched it. To mount one takes
+    as long as all else that shuts a run in, and most programs write no file."""
+
+    def __init__(self) -> None:
+        self._as_made: tuple[int, ...] | None = None
+        self._before_run = 0
+        self.renew()
+
+    def next_run(self) -> None:
+        self._before_run = time.clock_gettime_ns(kernel.CLOCK_REALTIME_COARSE)
+
+    def renew(self) -> None:
+        """After a run, when all its processes are dead."""
+        if self._as_made is not None:
+            # A change in the same tick of the clock as the folder was made in would not show.
+            if self._as_made == self._state() and self._as_made[0] < self._before_run:
+                return
+            kernel.unmount(FOLDER)
+        options = f"mode=700,size={FOLDER_MIB}m,nr_inodes={FOLDER_FILES},uid=1000,gid=1000"
+        kernel.mount("tmpfs", FOLDER, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOATIME, options)
+        self._as_made = self._state()
+
+    def _state(self) -> tuple[int, ...]:
+        """Whatever is done to a folder, or by a name in it, changes the first of these, which no call can set."""
+        found, room = os.stat(FOLDER), os.statvfs(FOLDER)
+        return found.st_ctime_ns, found.st_mtime_ns, found.st_atime_ns, found.st_mode, room.f_bfree, room.f_ffree
 
 
 def limit(*, cpu_s: float, memory_mib: int, processes: int, shared_user: bool, held_bytes: int) -> None:
@@ -226,27 +248,27 @@ class Confinement:
 
     def __init__(self, *, writable: str | None, readable: Sequence[str], capabilities: int = 0) -> None:
         """``writable``: a folder, if there is one. ``capabilities``: a mask of those that a run may have."""
-        self._capabilities = capabilities
         version = kernel.landlock_version()
         self._own_space = writable is not None
         """Processes and files of its own: then what a run may do to those is its matter."""
         self._apart = self._own_space or version >= 6  # processes cannot signal each other
-        self._rulesets = {each: _ruleset(version, writable, readable, execute=each) for each in (False, True)}
+        rulesets = {each: _ruleset(version, writable, readable, execute=each) for each in (False, True)}
+        self._rulesets = [each for each in rulesets.values() if each is not None]
+        self._bind = {may: kernel.restricting(ruleset) for may, ruleset in rulesets.items() if ruleset is not None}
         self._filters = {each: syscalls.of_run(processes=each, own_space=self._own_space) for each in (False, True)}
+        self._drop = kernel.dropping(capabilities)
         kernel.bound_capabilities()
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
         syscalls.of_worker().apply()
 
     def apply(self, *, processes: bool) -> None:
         """For good, and for all that this process starts. ``processes``: whether it may start any."""
-        kernel.drop_capabilities(self._capabilities)
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
-        ruleset = self._rulesets[processes]
-        if ruleset is not None:
-            kernel.landlock_restrict(ruleset)
-        for each in self._rulesets.values():
-            if each is not None:
-                os.close(each)
+        self._drop()
+        if self._bind:
+            self._bind[processes]()
+        for each in self._rulesets:
+            os.close(each)
         own = self._filters[processes]
         if not self._apart:
             own = syscalls.of_run(processes=processes, own_space=self._own_space, only_signals_to=os.getpid())

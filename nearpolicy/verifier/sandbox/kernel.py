@@ -11,6 +11,7 @@ import os
 import platform
 import signal
 import struct
+from typing import Any
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWUTS = 0x04000000
@@ -20,7 +21,7 @@ CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
 CLONE_PIDFD = 0x00001000
 
-MS_NOSUID, MS_NODEV, MS_NOEXEC = 2, 4, 8
+MS_NOSUID, MS_NODEV, MS_NOATIME = 2, 4, 1024
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 MNT_DETACH = 2
 ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV, ATTR_NOEXEC = 1, 2, 4, 8
@@ -30,6 +31,8 @@ PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 24, 36, 38
 READ_ANY_FILE = 1 << 2
 """CAP_DAC_READ_SEARCH."""
 SECCOMP_MODE_FILTER = 2
+CLOCK_REALTIME_COARSE = 5
+"""The clock of files."""
 
 MACHINE = platform.machine()
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}.get(MACHINE, -1)
@@ -48,6 +51,17 @@ def _checked(name: str, result: int) -> int:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
     return result
+
+
+class Call:
+    """A call whose arguments are ready: the copy of a process pays for every page that it touches."""
+
+    def __init__(self, name: str, function: Any, *arguments: Any) -> None:
+        self._name, self._function, self._arguments = name, function, arguments
+
+    def __call__(self) -> None:
+        if self._function(*self._arguments) < 0:
+            _checked(self._name, -1)
 
 
 def _text(value: str | None) -> bytes | None:
@@ -109,10 +123,17 @@ def close_from(lowest: int) -> None:
     _checked("close_range", found)
 
 
-def prctl(option: int, value: int = 0, pointer: ctypes.Array | ctypes.Structure | None = None) -> None:
-    second = ctypes.byref(pointer) if pointer is not None else ctypes.c_ulong(0)
-    found = _libc.prctl(ctypes.c_int(option), ctypes.c_ulong(value), second, ctypes.c_ulong(0), ctypes.c_ulong(0))
-    _checked(f"prctl {option}", found)
+def prctl(option: int, value: int = 0) -> None:
+    zero = ctypes.c_ulong(0)
+    _checked(f"prctl {option}", _libc.prctl(ctypes.c_int(option), ctypes.c_ulong(value), zero, zero, zero))
+
+
+def filtering(program: ctypes.Structure) -> Call:
+    """Apply a filter of system calls, for good. Needs `PR_SET_NO_NEW_PRIVS` first."""
+    return Call(
+        "seccomp", _libc.prctl, ctypes.c_int(PR_SET_SECCOMP), ctypes.c_ulong(SECCOMP_MODE_FILTER), ctypes.byref(program),
+        ctypes.c_ulong(0), ctypes.c_ulong(0),
+    )  # fmt: skip
 
 
 def keep_capabilities() -> None:
@@ -139,8 +160,12 @@ def bound_capabilities() -> None:
 
 def drop_capabilities(kept: int = 0) -> None:
     """All but those of the mask ``kept``, for good."""
+    dropping(kept)()
+
+
+def dropping(kept: int) -> Call:
     header = ctypes.create_string_buffer(struct.pack("Ii", 0x20080522, 0))
-    _checked("capset", _libc.capset(header, ctypes.create_string_buffer(struct.pack("IIIIII", kept, kept, 0, 0, 0, 0))))
+    return Call("capset", _libc.capset, header, ctypes.create_string_buffer(struct.pack("IIIIII", kept, kept, 0, 0, 0, 0)))
 
 
 # Landlock
@@ -170,6 +195,7 @@ def landlock_allow(ruleset: int, access: int, path: str) -> None:
         os.close(parent)
 
 
-def landlock_restrict(ruleset: int) -> None:
-    found = _libc.syscall(ctypes.c_long(_LANDLOCK_RESTRICT), ctypes.c_int(ruleset), ctypes.c_uint(0))
-    _checked("landlock_restrict_self", found)
+def restricting(ruleset: int) -> Call:
+    """Bind this process by a ruleset, for good."""
+    arguments = ctypes.c_long(_LANDLOCK_RESTRICT), ctypes.c_int(ruleset), ctypes.c_uint(0)
+    return Call("landlock_restrict_self", _libc.syscall, *arguments)

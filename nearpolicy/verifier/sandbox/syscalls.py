@@ -64,6 +64,8 @@ _DENIED = {  # name: (x86_64, aarch64); None where an architecture has no such c
     "move_pages": (279, 239), "mbind": (237, 235), "set_mempolicy": (238, 237), "uselib": (134, None),
     # memory that no limit counts: a pipe holds pages, and the large pages they are a part of; a table of all machines
     "vmsplice": (278, 75), "io_setup": (206, 0),
+    # `open`, with its flags where a filter cannot read them
+    "openat2": (437, 437),
 }  # fmt: skip
 _OWN_PROCESSES = {
     "execve",
@@ -87,7 +89,7 @@ _ON_FILES = {
     "fremovexattr": (199, 16), "removexattrat": (466, 466), "file_setattr": (469, 469), "truncate": (76, 45),
 }  # fmt: skip
 """What Landlock lets everybody do to files that are theirs, wherever they lie."""
-_OF_WORKERS = {"mount", "capset", "landlock_restrict_self", "pidfd_send_signal", "seccomp"}
+_OF_WORKERS = {"mount", "umount2", "capset", "landlock_restrict_self", "pidfd_send_signal", "seccomp"}
 """What a worker does between two runs, or for one, and a run may not."""
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
@@ -106,6 +108,10 @@ _F_SETLEASE, _F_NOTIFY = 1024, 1026
 """Makes others wait for a file; tells what they do in a folder."""
 _OF_FILE_SYSTEMS = (0x6600, 0x5800, 0x9400)
 """Families of ioctl that change a file, by its owner, through a descriptor that may only read it."""
+_OPEN = {"x86_64": ((2, 24), (257, 32)), "aarch64": ((56, 32),)}
+"""`open` and `openat`: number, and where its flags are found."""
+_O_TMPFILE = 0o20000000
+"""A file without a name changes nothing in its folder but the number of the next one: a word to the next run."""
 _AF_UNIX = 1
 _SOCK_STREAM, _SOCK_TYPE = 1, 0xF
 _CLONE_THREAD = 0x10000
@@ -134,11 +140,7 @@ class Filter:
 
     def __init__(self, code: bytes) -> None:
         self._code = code
-        self._program = _Program(len(code) // 8, code)
-
-    def apply(self) -> None:
-        """Needs `PR_SET_NO_NEW_PRIVS` first."""
-        kernel.prctl(kernel.PR_SET_SECCOMP, kernel.SECCOMP_MODE_FILTER, self._program)
+        self.apply = kernel.filtering(_Program(len(code) // 8, code))
 
 
 def of_worker() -> Filter:
@@ -210,6 +212,9 @@ def _refused(names: Iterable[str]) -> list[_Step]:
 def _arguments(machine: str) -> list[_Step]:
     """Calls that are denied with some arguments only."""
     code = _unless(_IOCTL[machine], _SECOND, (_TIOCSTI, _TIOCLINUX))
+    for number, flags in _OPEN[machine]:
+        nameless = [(_LOAD, 0, 0, flags), (_ANY_BIT, 0, 1, _O_TMPFILE), (_RETURN, 0, 0, _DENY), (_RETURN, 0, 0, _ALLOW)]
+        code += _where(number, nameless)
     code += _unless(_FCNTL[machine], _SECOND, (_F_SETLEASE, _F_NOTIFY))
     code += _only(_PRLIMIT[machine], _FIRST, 0)
     # A pair of datagram sockets could send to an address; a pair of streams is what event loops wake themselves with.

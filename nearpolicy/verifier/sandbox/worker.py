@@ -1,7 +1,8 @@
 """A worker of the sandbox: enters its isolation once, then runs one program after another, each in a copy of itself.
 
     socket 3: where things lie
-              request + descriptors -> "started" + a descriptor of the run -> "ended", with what the kernel knows of it
+              request + descriptors -> (if it lasts: "started" + a descriptor of the run ->) "ended", with what the
+              kernel knows of it
 
 It knows no test, no expected output and no secret; it reports how a run ended and never what that means. It lives no
 longer than the process that started it. The standard library alone is used.
@@ -27,12 +28,11 @@ from nearpolicy.verifier.sandbox import harness, kernel
 from nearpolicy.verifier.sandbox.isolation import (
     FOLDER,
     PACKAGES,
-    RUN_NAMESPACES,
     Confinement,
+    OwnFolder,
     enter_namespaces,
     leave_users,
     limit,
-    own_folder,
     readable_without_namespaces,
 )
 
@@ -42,6 +42,8 @@ NICENESS = 5
 _REPLACED = (signal.SIGHUP, signal.SIGTERM, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGUSR1,
              signal.SIGUSR2, signal.SIGXCPU, signal.SIGPOLL, signal.SIGQUIT)  # fmt: skip
 """Signals that end a process, but not process 1 of a namespace unless it asks for it."""
+_SHORT_S = 0.005
+"""A run that has ended by then was never told of: it is a word less for each of two processes."""
 _BACKSTOP_S = 1.0
 """Beyond a run's wall limit, which the other side watches: then it is gone, or too busy."""
 _WARM = """
@@ -117,10 +119,26 @@ def _isolated(isolation: str, slot: int, packages: list[str]) -> _Worker:
         )
     if not spaces:
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    _prepare_harness()
+    if spaces:
+        for number in _REPLACED:
+            signal.signal(number, lambda caught, _: os._exit(128 + caught))
     packages.clear()  # paths of this machine
     gc.collect()
     gc.freeze()
     return _Worker(confinement, spaces=spaces, shared_user=shared_user, held_bytes=held)
+
+
+def _prepare_harness() -> None:
+    """With an input that is memory and outputs that are pipes, as those of a run will be; then with none again."""
+    nothing = os.dup(0)
+    memory, pipe = os.memfd_create("input"), os.pipe()
+    for place, descriptor in enumerate((memory, pipe[1], pipe[1])):
+        os.dup2(descriptor, place)
+    harness.prepare()
+    for place in range(3):
+        os.dup2(nothing, place)
+    _close(nothing, memory, *pipe)
 
 
 def _preload(packages: Sequence[str]) -> None:
@@ -146,7 +164,8 @@ class _Worker:
         self._spaces = spaces
         self._shared_user = shared_user
         self.held_bytes = held_bytes
-        self._clone = kernel.Clone(RUN_NAMESPACES if spaces else 0)
+        self._clone = kernel.Clone(kernel.CLONE_NEWPID if spaces else 0)
+        self._folder = OwnFolder() if spaces else None
 
     def serve(self, control: socket.socket) -> None:
         """Until the other side is gone."""
@@ -154,7 +173,11 @@ class _Worker:
             message, descriptors, _, _ = socket.recv_fds(control, 1 << 16, 8)
             if not message:
                 return
+            if self._folder is not None:
+                self._folder.next_run()
             self._serve(control, json.loads(message), descriptors)
+            if self._folder is not None:
+                self._folder.renew()
 
     def _serve(self, control: socket.socket, request: dict[str, Any], descriptors: list[int]) -> None:
         passed, passes = os.pipe()
@@ -168,8 +191,10 @@ class _Worker:
             os.close(passed)
             self._run(request, descriptors, passes)
         _close(passes, *descriptors)
-        socket.send_fds(control, [json.dumps({"started": request["id"]}).encode()], [run])
-        killed = _watched(control, pid, run, request["limits"])
+        killed = None
+        if not select.select([run], [], [], _SHORT_S)[0]:
+            socket.send_fds(control, [json.dumps({"started": request["id"]}).encode()], [run])
+            killed = _watched(control, pid, run, request["limits"])
         _, status, usage = os.wait4(pid, 0)
         if not self._spaces and (self._confinement is None or request["limits"]["processes"] > 1):
             _sweep()
@@ -210,9 +235,7 @@ class _Worker:
             os.close(place)
         os.dup2(passes, _PLACES - 1, inheritable=False)
         if self._spaces:
-            own_folder()
-            for number in _REPLACED:
-                signal.signal(number, lambda caught, _: os._exit(128 + caught))
+            os.chdir(FOLDER)
         limits = request["limits"]
         processes = limits["processes"]
         limit(
@@ -229,10 +252,13 @@ _PLACES = 8
 """Descriptors below are set aside for a run: its streams, and last the pipe that says whether it was set up."""
 
 
-def _contents(descriptor: int) -> bytes:
-    with os.fdopen(os.dup(descriptor), "rb") as file:
-        file.seek(0)
-        return file.read()
+def _contents(memory: int) -> bytes:
+    """All of it; it is sealed."""
+    size = os.fstat(memory).st_size
+    text = os.pread(memory, size, 0)
+    while len(text) < size:
+        text += os.pread(memory, size - len(text), len(text))
+    return text
 
 
 def _watched(control: socket.socket, pid: int, run: int, limits: dict[str, Any]) -> str | None:

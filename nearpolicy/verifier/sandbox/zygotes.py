@@ -1,7 +1,8 @@
 """The trusted side of workers: starts them, gives each one run at a time, and takes the time.
 
-    program, input (sealed memory) --> worker --> run          what the run prints --> pipes --> here
-    "started", a descriptor of it  <--                         wall limit, caps: killed from here by that descriptor
+    program, input (sealed memory) --> worker --> run          what the run prints --> pipes
+    "started", a descriptor of it  <--                         if it lasts: pipes --> here; wall limit and caps, killed
+                                                               from here by that descriptor
     "ended", as the kernel says    <--                         only then: what is left in the pipes, up to the caps
 
 Nothing a run can write reaches the socket between this process and a worker.
@@ -255,12 +256,17 @@ class Running:
         self.results = self._captured(Frames(cap, self._too_much, self._asked if self.asks else None))
         if self.asks:
             self._replies, self._reply = os.pipe2(os.O_CLOEXEC)
+            self._listen()
         self._memory.append(sealed("program", self._run.program))
         self._memory.append(sealed("input", self._run.stdin))
 
     def _captured(self, capture: _Capture) -> _Capture:
         self._captures.append(capture)
         return capture
+
+    def _listen(self) -> None:
+        for capture in self._captures:
+            capture.listen()
 
     @property
     def asks(self) -> bool:
@@ -277,8 +283,11 @@ class Running:
         return [*self._memory, *streams, *([self._replies] if self._replies >= 0 else [])]
 
     def started(self, pidfd: int) -> None:
+        """Told only of a run that lasts; what a shorter one wrote waits in the pipes."""
         self._pidfd = pidfd
         self._drop_theirs()
+        if not self.asks:
+            self._listen()
         if not self._waiting:
             self._clock_on()
 
