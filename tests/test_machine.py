@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from nearpolicy.machine import helpers_peak_memory_mb
+import pytest
+
+from nearpolicy.machine import has_large_pages, helpers_peak_memory_mb
 
 
 def test_helper_processes_are_counted_apart_each_with_its_peak():
@@ -22,9 +24,11 @@ def test_helper_processes_are_counted_apart_each_with_its_peak():
     assert len(helpers_peak_memory_mb()) == before
 
 
-def test_freed_blocks_are_there_for_the_next_ones_without_page_faults():
-    program = """
+PROGRAM = """
+import sys
 import nearpolicy.machine as machine
+if sys.argv[1:]:
+    machine.has_large_pages = lambda: False
 machine.prepare_environment()
 import resource, torch
 def faults():
@@ -33,7 +37,20 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 print(*[faults() for _ in range(12)])
 """
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    faults = list(map(int, out.split()))
-    assert faults[0] > 25_000  # 100 MB in pages of 4 KB
+
+
+def page_faults(*arguments: str) -> list[int]:
+    """Of an operation on 100 MB, twelve times over."""
+    command = [sys.executable, "-c", PROGRAM, *arguments]
+    return list(map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()))
+
+
+def test_freed_blocks_are_there_for_the_next_ones_where_all_pages_are_small():
+    faults = page_faults("without large pages")
+    assert faults[0] > 25_000  # pages of 4 KB
     assert max(faults[-4:]) < 1000
+
+
+@pytest.mark.skipif(not has_large_pages(), reason="the kernel has no large pages for processes that ask")
+def test_large_pages_make_the_first_use_of_memory_cheap_too():
+    assert max(page_faults()[1:]) < 5000
