@@ -416,10 +416,15 @@ def read_yaml(path: str | Path, what: str, advice: str) -> str:
     return text
 
 
-def config_from_dict(data: dict[str, Any], *, where: str = "config") -> RunConfig:
+def config_from_dict(
+    data: dict[str, Any], *, where: str = "config", overrides: Sequence[str] = ()
+) -> RunConfig:
     """The same checks and messages for settings that come from Python."""
     _refuse_monsters(data, where)
-    return _validated(data, _Origins(where, data))
+    origins = _Origins(where, data)
+    for override in overrides:
+        _apply_override(data, override, origins)
+    return _validated(data, origins)
 
 
 def parse_mapping(text: str, where: str) -> dict[str, Any]:

@@ -60,9 +60,10 @@ class Pipeline:
         A crash in any task ends the run with its traceback: the task group cancels the others, and what was running
         or ready stays as it is, in flight. A run that comes to its end, also early, gives every token a fate.
         """
+        before = self._given_up()
         async with asyncio.TaskGroup() as tasks:
             producers = [tasks.create_task(self._produce()) for _ in range(self.num_slots)]
-            await asyncio.wait([tasks.create_task(self._learn())])  # as a task, so that the first error stands first
+            await asyncio.wait([tasks.create_task(self._learn(before))])  # as a task, so that the first error stands first
             self.queue.close()
             await self.environment.stop()  # what is running hands over what it has sampled
             await asyncio.wait(producers, timeout=STOP_S)
@@ -74,9 +75,12 @@ class Pipeline:
             group = await self.environment.run(slot.admission)  # samples and verifies; failures come back as data
             self.queue.fill(slot, group)
 
-    async def _learn(self) -> None:
+    def _given_up(self) -> tuple[int, int, int]:
+        return self.queue.num_failed, self.queue.num_filtered, self.queue.num_expired
+
+    async def _learn(self, before: tuple[int, int, int]) -> None:
+        """``before``: groups given up so far, so that each step tells of its own."""
         unpublished: int | None = None
-        before = (0, 0, 0)
         for step in range(self.first_step, self.num_steps):
             begin = time.monotonic()
             ahead = await self._learn_ahead() if self.streaming else Ahead()
@@ -93,7 +97,7 @@ class Pipeline:
                 await self._publish(report.version)
                 unpublished = None
             times = step_times(batch, waited, time.monotonic() - begin)
-            now = (self.queue.num_failed, self.queue.num_filtered, self.queue.num_expired)
+            now = self._given_up()
             lost = group_losses(batch, *(b - a for a, b in zip(before, now, strict=True)))
             before = now
             self.telemetry.log_step(step, {**batch_metrics(batch), **lost, **report.metrics, **times})

@@ -101,6 +101,8 @@ class Admission:
     """Newest published version at admission: no token of this admission is older."""
     attempt: int = 0
     """Counts retries; a retry keeps its index and therefore repeats its numbers."""
+    prompt_index: int | None = None
+    """Place of the prompt in the order of the data, where it is not ``index``: prompts may come again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -315,6 +317,37 @@ class VersionRecord:
     updates: int
     fingerprint: str
     parent: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Where a run stands between two transactions: what a resume needs to know beside weights and training state."""
+
+    steps: int
+    """Steps completed."""
+    published: VersionRecord | None
+    """The newest weights that generators had; None before version 0."""
+    next_index: int
+    """Of the next admission."""
+    num_prompts: int
+    """Prompts that have been asked for, in the order of the data."""
+    ready: tuple[Group, ...]
+    """Filled, and not used by a step."""
+    unfinished: tuple[Admission, ...]
+    """Admissions without a group, with the attempt that came to nothing."""
+    consumed: Mapping[int, int]
+    """Admission -> step, of the steps that the published weights do not contain."""
+    last_consumed: int | None
+    """The last group of the last step."""
+    num_consumed: int
+    """Groups that steps have used."""
+    num_failed: int
+    num_expired: int
+    num_filtered: int
+    filtered: Mapping[int, str]
+    """Admission -> reason, of those behind the last step's groups."""
+    expired_prompts: tuple[Admission, ...]
+    """Expired, and their prompts not asked again since; oldest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

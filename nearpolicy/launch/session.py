@@ -13,10 +13,10 @@ import asyncio
 import contextlib
 import errno
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,13 +24,16 @@ from typing import TYPE_CHECKING, Any
 from nearpolicy.config import RunConfig, dump_resolved
 from nearpolicy.errors import NearpolicyError, RunFolderError, UserError, first_error
 from nearpolicy.launch.progress import progress
+from nearpolicy.launch.resume import require_same_data, usable_checkpoints
 from nearpolicy.launch.sizes import versions
-from nearpolicy.launch.words import place
+from nearpolicy.launch.words import count, place
 from nearpolicy.machine import helpers_peak_memory_mb, peak_memory_mb
-from nearpolicy.records import Fate, Group, StepReport
+from nearpolicy.records import Fate, Group, Position, Row, StepReport, VersionRecord
 from nearpolicy.store.folder import RunFolder, create_run_folder, remove_run
+from nearpolicy.store.position import position_of
 from nearpolicy.store.reader import RunReader
 from nearpolicy.store.writer import SqliteStore
+from nearpolicy.telemetry.batch import batch_metrics
 from nearpolicy.telemetry.events import Recorder
 from nearpolicy.telemetry.integrity import Monitors
 from nearpolicy.telemetry.metrics import MetricsWriter
@@ -50,6 +53,7 @@ _STOPS = (UserError, SystemExit, KeyboardInterrupt, asyncio.CancelledError)
 
 
 NOTHING_KEPT = "stopped before the first step; nothing is kept"
+NOTHING_CHANGED = "stopped before the run went on; it stands where it stood"
 
 
 @dataclass(eq=False)
@@ -60,6 +64,8 @@ class Session:
     folder: RunFolder | None = None
     """Made as `run.name` and `run.dir` say, once the data is known to be good, unless there is one already."""
     say: Callable[[str], None] = print
+    resumes: bool = False
+    """``folder`` holds a run that goes on."""
     functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
     """User reward functions that need no loading, by the path a reward names them with."""
     on_step: Callable[[int, Mapping[str, float]], None] | None = None
@@ -69,6 +75,8 @@ class Session:
     """Set by `stop`: the run ends after the step it is in."""
     begun: bool = False
     """Version 0 is published."""
+    position: Position | None = field(default=None, init=False)
+    """Where the run stood that goes on."""
     opening: bool = False
     """The folder is being taken, and is not yet sure to be given back: not a moment to be interrupted in."""
 
@@ -89,7 +97,7 @@ class Session:
             self._open_records(closing)
             self.opening = False
             if self.stop_requested:
-                raise KeyboardInterrupt(NOTHING_KEPT)
+                raise KeyboardInterrupt(NOTHING_CHANGED if self.resumes else NOTHING_KEPT)
             self._start_roles(closing)
             return await self._run()
 
@@ -124,6 +132,9 @@ class Session:
             made = config.run.dir is None or not Path(config.run.dir).exists()
             self.folder = create_run_folder(config.run.name, directory=config.run.dir)
         plain, self.packages = config.model_dump(mode="json"), versions()
+        if self.resumes:
+            self._reopen_records(closing, plain)
+            return
         # The store before all else: its lock decides which of two runs has the folder, and the other writes nothing.
         try:
             self.store = SqliteStore.create(self.folder, config=plain, packages=self.packages, sync=config.store.sync)
@@ -135,6 +146,22 @@ class Session:
         closing.push(partial(self._leave_nothing, made))
         closing.push(_unless_failed(self.store.close))
         self.say(f"run folder: {place(self.folder.path)}")
+        self._open_telemetry(closing, plain)
+
+    def _reopen_records(self, closing: AsyncExitStack, plain: dict[str, Any]) -> None:
+        """Those of the run that goes on. What was under way when it ended is lost, and begins anew."""
+        self.store = SqliteStore.open(self.folder, sync=self.config.store.sync)
+        closing.push(_unless_failed(self.store.close))
+        with RunReader(self.folder.path) as run:
+            self.position = position_of(run)
+        require_same_data(self.position, self.language.mixture, self.folder)
+        self.store.lost(self.position.unfinished, "under way when the run ended")
+        self.store.note("config", plain)
+        self.say(f"run folder: {place(self.folder.path)}, taken up after {count(self.position.steps, 'step')}")
+        self._open_telemetry(closing, plain)
+
+    def _open_telemetry(self, closing: AsyncExitStack, plain: dict[str, Any]) -> None:
+        config = self.config
         self.folder.config.write_text(dump_resolved(config), encoding="utf-8")
         sinks = open_sinks(config.telemetry.sinks, self.folder.path, plain)
         closing.callback(sinks.close)
@@ -179,10 +206,13 @@ class Session:
         first admission to the last step, evaluations during it included; ``evaluation_s`` of all evaluations, those
         before and after training too.
         """
-        await self._warm_start()
-        if self.stop_requested:
-            raise KeyboardInterrupt(NOTHING_KEPT)
-        await self._publish_first()
+        if self.position is None:
+            await self._warm_start()
+            if self.stop_requested:
+                raise KeyboardInterrupt(NOTHING_KEPT)
+            await self._publish_first()
+        else:
+            await self._take_up(self.position)
         self.begun = True
         setup_s = time.monotonic() - self._started
         before = await self._evaluate_alone(0)
@@ -204,7 +234,6 @@ class Session:
 
     def _pipeline(self) -> Pipeline:
         from nearpolicy.environments.single_turn import Bounded, SingleTurn
-        from nearpolicy.objectives.assign import assign_advantages
         from nearpolicy.pipeline import Pipeline
         from nearpolicy.rollout_queue.ledger import Ledger
         from nearpolicy.rollout_queue.queue import StalenessBoundedQueue
@@ -227,7 +256,7 @@ class Session:
             environment,
             timeout_s=limits.rollout_timeout_s,
             retries=limits.rollout_retries,
-            on_retry=lambda group: self.store.discarded(group, Fate.FAILED, group.failure),
+            on_retry=self.store.retried,
         )
         queue = StalenessBoundedQueue(
             Ledger(
@@ -248,6 +277,8 @@ class Session:
             give_up=bounded.give_up,
             on_event=partial(self.telemetry.event, "queue"),
         )
+        if self.position is not None:
+            queue.restore(self.position, published=self._taken_up_at)
         return Pipeline(
             queue=queue,
             environment=bounded,
@@ -255,19 +286,22 @@ class Session:
             weights=self.publisher,
             store=self.store,
             telemetry=self,
-            assemble=partial(
-                assign_advantages,
-                config=config.objective,
-                max_completion_length=config.sampling.max_completion_length,
-                left_out=self._left_out,
-            ),
+            assemble=self._assemble,
             after_step=self._after_step,
+            first_step=0 if self.position is None else self.position.steps,
             num_steps=config.run.steps,
             prompts_per_step=limits.prompts_per_step,
             num_slots=config.num_slots,
             weight_sync_steps=config.sync.weight_sync_steps,
             streaming=config.learner.streaming and self.learner.inner.can_learn_ahead and limits.order == "admission",
         )
+
+    def _assemble(self, groups: Sequence[Group]) -> tuple[Row, ...]:
+        from nearpolicy.objectives.assign import assign_advantages
+
+        config = self.config
+        longest = config.sampling.max_completion_length
+        return assign_advantages(groups, config.objective, max_completion_length=longest, left_out=self._left_out)
 
     def _left_out(self, group: Group) -> str | None:
         """Why a group is left out for its rewards, as the recipe has it; None if it is not."""
@@ -326,11 +360,14 @@ class Session:
 
     async def _evaluate_alone(self, version: int) -> Mapping[str, object]:
         """Before the first step and after the last one, with samples for pass@k."""
-        return {} if self.stop_requested else await self._evaluate(version, with_pass=True)
+        passed = version < self.learner.inner.version and not self._evaluated_before(version)  # the run goes on
+        return {} if self.stop_requested or passed else await self._evaluate(version, with_pass=True)
 
     async def _evaluate(self, version: int, *, with_pass: bool) -> Mapping[str, object]:
         if self.evaluator is None:
             return {}
+        if known := self._evaluated_before(version):
+            return known
         from nearpolicy.evaluate.evaluator import score_metrics, summary_of
         from nearpolicy.evaluate.metrics import held_out_scores
 
@@ -354,6 +391,16 @@ class Session:
         self.say(f"held out, version {version}: {', '.join(found) or 'no answer'} ({seconds:.0f} s)")
         return summary_of(samples, self.config.evaluation.pass_k)
 
+    def _evaluated_before(self, version: int) -> Mapping[str, object]:
+        """What a run that goes on has found out already."""
+        from nearpolicy.evaluate.evaluator import summary_of
+
+        if self.position is None or version > self.position.steps:
+            return {}
+        with RunReader(self.folder.path) as run:
+            samples = run.evaluations(version=version)
+        return summary_of(samples, self.config.evaluation.pass_k) if samples else {}
+
     async def _unless_stopped(self, evaluation: Coroutine[Any, Any, list[EvaluatedSample]]) -> Any:
         """What it gives, or None if `stop` ended it."""
         self._asking = asyncio.create_task(evaluation)
@@ -368,6 +415,81 @@ class Session:
         finally:
             self._asking = None
 
+    async def _take_up(self, found: Position) -> None:
+        """Weights and training state as they were: the last checkpoint, and the recorded batches after it once more.
+
+        One version goes to the generators: the newest that was due.
+        """
+        from nearpolicy.launch.build import memory_by_owner
+
+        begin, learner = time.monotonic(), self.learner.inner
+        started = await self._load_checkpoint(found.steps)
+        every = self.config.sync.weight_sync_steps
+        ended = found.steps == self.config.run.steps
+        due = found.steps if ended else found.steps // every * every
+        self._taken_up_at = max(due, learner.version)
+        with RunReader(self.folder.path) as run:
+            recorded = {record.version: record for record in run.versions()}  # of the newest lineage that has it
+            logged = {line["step"] for line in run.metrics() if "policy/loss" in line or "batch/groups" in line}
+            await self._publish_if_due(recorded)
+            for step in range(learner.version, found.steps):
+                batch = run.batch(step)
+                batch = replace(batch, rows=self._assemble(batch.groups))
+                report = await self.learner.step(batch)
+                if step not in logged:
+                    self.telemetry.log_step(step, {**batch_metrics(batch), **report.metrics})
+                await self._publish_if_due(recorded)
+        self.memory = memory_by_owner(self.engine.engine, learner)
+        again = found.steps - started
+        self.telemetry.event(
+            "learner", "resume", seconds=time.monotonic() - begin, version=found.steps, step=found.steps,
+            checkpoint=started, anew=len(found.unfinished),
+        )  # fmt: skip
+        self.say(
+            f"taken up at step {found.steps}: {'the beginning' if not started else f'checkpoint step-{started}'}, "
+            f"{count(again, 'recorded step')} learned again; {count(len(found.ready), 'group')} wait for a step, "
+            f"{count(len(found.unfinished), 'group')} begin anew"
+        )
+
+    async def _load_checkpoint(self, steps: int) -> int:
+        """Steps that the learner's weights contain then; without a checkpoint they are the initial ones."""
+        from nearpolicy.learner.checkpoint import load_checkpoint
+
+        warm_first = self.config.objective.reference == "initial"  # it is what the warm start makes
+        if warm_first:
+            await self._warm_start()
+        for path in usable_checkpoints(self.folder, steps, self.say):
+            try:
+                await self.learner.call(load_checkpoint, self.learner.inner, path)
+                return self.learner.inner.version
+            except RunFolderError as error:
+                self.say(f"warning: {error}; going on from the one before it")
+        if not warm_first:
+            await self._warm_start()
+        return 0
+
+    async def _publish_if_due(self, recorded: Mapping[int, VersionRecord]) -> None:
+        """Show that the weights are those that were recorded under this version; else they are of a new lineage."""
+        learner, known = self.learner.inner, recorded.get(self.learner.inner.version)
+        if known is not None:
+            learner.lineage = max(learner.lineage, known.lineage)
+            made = (await self.learner.weights(None)).record.fingerprint
+            if made != known.fingerprint:
+                if not learner.version:
+                    raise RunFolderError(
+                        f"{self.folder.path} began with other weights than {self.config.model.path} holds now "
+                        f"(fingerprints {known.fingerprint} and {made}). Restore the model, or begin a new run"
+                    )
+                learner.lineage = max(record.lineage for record in recorded.values()) + 1
+                self.say(
+                    f"version {learner.version} learned again is not the recorded one to the bit (another kind of "
+                    f"processor, or other package versions); going on as lineage {learner.lineage}"
+                )
+        if learner.version == self._taken_up_at:
+            begin = time.monotonic()
+            record = await self.publisher.publish()
+            self.store.published(record, time.monotonic() - begin)
+
     async def _keep(self, version: int) -> None:
         if self.config.run.keep_versions:
             from nearpolicy.learner.checkpoint import save_weights
@@ -380,6 +502,7 @@ class Session:
 
         if self.learner.inner.version == 0 and not self.config.warm_start.steps:
             return  # the model that the run was given
+        self.store.flush()  # a checkpoint is never ahead of the store
         save = partial(
             save_checkpoint,
             self.learner.inner,

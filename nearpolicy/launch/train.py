@@ -14,26 +14,31 @@ from nearpolicy.launch.interrupts import INTERRUPTED, leave, obey, say
 from nearpolicy.visible import visible
 
 if TYPE_CHECKING:
+    from nearpolicy.config import RunConfig
     from nearpolicy.launch.session import Session
+    from nearpolicy.store.folder import RunFolder
 
 
 def command(
-    recipe: Annotated[Path, typer.Argument(help="A YAML recipe.")],
+    recipe: Annotated[Path | None, typer.Argument(help="A YAML recipe.", show_default=False)] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value", show_default=False)] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="A run folder: go on where that run ended, however it ended.", show_default=False)
+    ] = None,
 ) -> None:
     """Train a recipe; writes a run folder. Ctrl-C ends after the step in progress, twice at once."""
-    from nearpolicy.config import load_recipe
     from nearpolicy.launch.check import refuse
     from nearpolicy.launch.report import write_report
     from nearpolicy.launch.session import Session, run_session
     from nearpolicy.launch.sizes import memory_warning
     from nearpolicy.launch.words import place
 
-    config = load_recipe(recipe, overrides or [])
-    shape = refuse(config, makes_run=True)
+    config, folder = _asked_for(recipe, overrides or [], resume)
+    shape = refuse(config, makes_run=folder is None)
     if shape is not None and (warning := memory_warning(config, shape)) is not None:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
-    session = Session(config=config, say=_say, on_step=StepLine(config.run.steps))
+    watch = StepLine(config.run.steps)
+    session = Session(config=config, folder=folder, resumes=folder is not None, say=_say, on_step=watch)
     obey(partial(_interrupted, session))
     summary = run_session(session)
     assert session.folder is not None  # made by then
@@ -42,6 +47,35 @@ def command(
     print(f"report: {place(report)}")
     if session.stop_requested:
         sys.exit(INTERRUPTED)
+
+
+def _asked_for(
+    recipe: Path | None, overrides: list[str], resume: Path | None
+) -> tuple[RunConfig, RunFolder | None]:
+    """What to train, and the folder of the run if it goes on."""
+    from nearpolicy.config import load_recipe
+    from nearpolicy.errors import ConfigError, RunFolderError
+    from nearpolicy.launch.resume import resumed_config
+    from nearpolicy.store.folder import RunFolder
+
+    if resume is None:
+        if recipe is None:
+            raise ConfigError("name a recipe to train, such as recipes/demo.yaml, or a run with --resume")
+        return load_recipe(recipe, overrides), None
+    if recipe is not None and "=" not in str(recipe):
+        raise ConfigError(f"{recipe}: a run is taken up with its own recipe; name none beside --resume")
+    folder = RunFolder(resume.resolve())
+    config = resumed_config(folder, ([str(recipe)] if recipe is not None else []) + overrides)
+    if folder.summary.exists() and _steps_done(folder) >= config.run.steps:
+        raise RunFolderError(f"{resume} is finished: all of its {config.run.steps} steps are done, and it is summed up")
+    return config, folder
+
+
+def _steps_done(folder: RunFolder) -> int:
+    from nearpolicy.store.reader import RunReader
+
+    with RunReader(folder.path) as run:
+        return len(run.steps())
 
 
 def _say(text: str) -> None:

@@ -12,15 +12,17 @@ import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from nearpolicy.errors import RunFolderError
+from nearpolicy.errors import RunFolderError, UserError, described
 from nearpolicy.learner import adapters
 from nearpolicy.learner.step import PolicyLearner
+from nearpolicy.models.loading import load_policy
 from nearpolicy.models.lora import LoraPolicy
 from nearpolicy.models.weights import load_weights
 
@@ -105,6 +107,25 @@ def load_state(learner: PolicyLearner, checkpoint: Path) -> None:
     """Training state of a checkpoint whose weights the learner's model already holds; with an adapter, which the state
     contains, the model is the one that training began from."""
     learner.load_state(torch.load(checkpoint / STATE, weights_only=True))
+
+
+def load_checkpoint(learner: PolicyLearner, checkpoint: Path) -> None:
+    """Weights and training state of a checkpoint into a learner made for the same run; `RunFolderError`, and a learner
+    as it was, if it cannot be read."""
+    own, adapted = learner.policy.weights(), isinstance(learner.policy, LoraPolicy)
+    try:
+        state, weights = torch.load(checkpoint / STATE, weights_only=True), {}
+        if not adapted:
+            dtype = next(learner.policy.parameters()).dtype
+            weights = load_policy(checkpoint, dtype, learner.policy.device, known_to_fit=True).weights()
+    except (OSError, RuntimeError, ValueError, LookupError, EOFError, UnpicklingError, SafetensorError, UserError) as error:
+        raise RunFolderError(f"checkpoint {checkpoint} cannot be read: {described(error)}") from error
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    if not adapted and shapes != {name: tuple(tensor.shape) for name, tensor in own.items()}:
+        raise RunFolderError(f"checkpoint {checkpoint} is of another model: its tensors have other names or shapes")
+    if not adapted:
+        load_weights(learner.policy.model, weights)
+    learner.load_state(state)
 
 
 def _sync(path: Path) -> None:

@@ -79,6 +79,8 @@ class PolicyLearner:
         self.reference = reference
         self.objective = objective
         self.config = config
+        self.lineage = 0
+        """Of the weights that are published; the same version may be other weights in another one."""
         self.version = 0
         self.updates = 0
         self._updates_in = {0: 0}
@@ -325,7 +327,11 @@ class PolicyLearner:
         tensors = self.policy.weights()
         parts = digests(tensors)
         record = VersionRecord(
-            lineage=0, version=self.version, updates=self.updates, fingerprint=fingerprint(parts), parent=parent
+            lineage=self.lineage,
+            version=self.version,
+            updates=self.updates,
+            fingerprint=fingerprint(parts),
+            parent=parent,
         )
         return Weights(record=record, tensors=tensors, digests=parts, adapter=self.policy.adapter())
 

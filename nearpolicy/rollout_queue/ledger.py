@@ -32,7 +32,7 @@ unconsumed while no slot is free, more than eta B are consumed and unpublished, 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from nearpolicy.errors import StalenessError
@@ -83,6 +83,28 @@ class Ledger:
         self.published = 0
         """Steps contained in the newest published weights."""
         self.next_index = 0
+
+    def restore(
+        self,
+        *,
+        completed: int,
+        published: int,
+        next_index: int,
+        running: Iterable[int],
+        ready: Mapping[int, int],
+        consumed: Mapping[int, int],
+    ) -> None:
+        """Stand where a run stood. ``running``: admissions that begin anew, under the published weights. ``ready``:
+        admission -> its oldest version. ``consumed``: admission -> step, of steps that are not published."""
+        if self._held or self.next_index:
+            raise StalenessError("a ledger that has given out slots cannot take up the state of a run")
+        self.completed_steps, self.published, self.next_index = completed, published, next_index
+        for index in running:
+            self._held[index] = Held(index=index, version=published)
+        for index, oldest in ready.items():
+            self._held[index] = Held(index=index, version=oldest, state=State.READY)
+        for index, step in consumed.items():
+            self._held[index] = Held(index=index, version=published, state=State.CONSUMED, step=step)
 
     def count(self, state: State) -> int:
         return sum(held.state is state for held in self._held.values())

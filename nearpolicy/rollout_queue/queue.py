@@ -14,14 +14,19 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from nearpolicy.errors import RolloutsError, StandstillError
-from nearpolicy.records import Admission, Fate, Group, Prompt
+from nearpolicy.records import Admission, Fate, Group, Position, Prompt
 from nearpolicy.roles import PromptSource, RunStore, Slot
 from nearpolicy.rollout_queue.config import hopeless_after
 from nearpolicy.rollout_queue.ledger import Ledger, State
 
 ENDED = "the run ended before a step used it"
+
+
+def _place(admission: Admission) -> int:
+    return admission.index if admission.prompt_index is None else admission.prompt_index
 
 
 class StalenessBoundedQueue:
@@ -54,12 +59,14 @@ class StalenessBoundedQueue:
         """
         self._requeues = requeue
         self._give_up = give_up or (lambda admission, reason: None)
-        self._again: deque[Prompt] = deque()
-        """Prompts whose groups have expired and that are to be admitted once more."""
-        self._num_again = 0
-        """Admissions that went to such prompts."""
-        self._prompt_of: dict[int, Prompt] = {}
+        self._again: deque[tuple[int, Prompt]] = deque()
+        """Prompts whose groups have expired and that are to be admitted once more, with their places in the data."""
+        self._next_prompt_index = 0
+        """Place in the data of the next prompt that nobody has asked for."""
+        self._prompt_of: dict[int, tuple[int, Prompt]] = {}
         """Of admissions that run or are ready, where their prompts may be needed again."""
+        self._begin_anew: deque[Admission] = deque()
+        """Admissions of a run that goes on, whose groups were not there when it ended."""
         self._expired_running: dict[int, str] = {}
         """Admissions given up while they run -> why."""
         self._left_out = left_out or (lambda group: None)
@@ -93,31 +100,73 @@ class StalenessBoundedQueue:
         self.num_expired = 0
         """Groups that were beyond the bound before they could be consumed."""
 
+    def restore(self, found: Position, *, published: int) -> None:
+        """Stand where a run stood, with its first ``published`` steps in the generators' weights. Admissions that came
+        to nothing are handed out again before new ones."""
+        self._ledger.restore(
+            completed=found.steps,
+            published=published,
+            next_index=found.next_index,
+            running=[admission.index for admission in found.unfinished],
+            ready={group.index: group.oldest_version for group in found.ready},
+            consumed={index: step for index, step in found.consumed.items() if step >= published},
+        )
+        self._begin_anew.extend(
+            replace(admission, version=published, attempt=admission.attempt + 1)
+            for admission in sorted(found.unfinished, key=lambda admission: admission.index)
+        )
+        self._groups = {group.index: group for group in found.ready}
+        if self._requeues:
+            asked = (*found.unfinished, *(group.admission for group in found.ready))
+            self._prompt_of = {admission.index: (_place(admission), admission.prompt) for admission in asked}
+            self._again.extend((_place(admission), admission.prompt) for admission in found.expired_prompts)
+        self._next_prompt_index = found.num_prompts
+        self._num_taken = found.num_consumed
+        self.num_failed, self.num_expired = found.num_failed, found.num_expired
+        self.num_filtered, self._reasons = found.num_filtered, dict(found.filtered)
+        self._has_worked = bool(found.num_consumed or found.ready)
+        behind = [] if found.last_consumed is None else [found.last_consumed]
+        left = [*self._reasons, *self._ledger.indices(State.RUNNING), *self._ledger.indices(State.READY)]
+        self._search_from = min([*left, *(index + 1 for index in behind)], default=0)
+        self.expire()
+
     async def reserve(self) -> Slot | None:
+        if self._begin_anew and not self._closed:
+            admission = self._begin_anew.popleft()
+            self._emit("admit", admission=admission.index, version=admission.version)
+            return Slot(admission=admission)
         while (prompt := await self._next_prompt()) is None:
             if self._no_more:
                 return None
+        place, text = prompt
         held = self._ledger.admit()
         if self._requeues:
             self._prompt_of[held.index] = prompt
-        admission = Admission(index=held.index, prompt=prompt, seed=self._seed, version=held.version)
+        admission = Admission(
+            index=held.index,
+            prompt=text,
+            seed=self._seed,
+            version=held.version,
+            prompt_index=None if place == held.index else place,
+        )
         self._store.admitted(admission)
         self._emit("admit", admission=held.index, version=held.version)
         return Slot(admission=admission)
 
-    async def _next_prompt(self) -> Prompt | None:
-        """Waits until it may be admitted; None if there is none at the moment."""
+    async def _next_prompt(self) -> tuple[int, Prompt] | None:
+        """With its place in the data. Waits until it may be admitted; None if there is none at the moment."""
         await self._until(lambda: self._no_more or (self._has_prompt and self._may_admit))
         if self._no_more:
             return None
         if self._again:
-            self._num_again += 1
             return self._again.popleft()
-        prompt = self._prompts.prompt(self._ledger.next_index - self._num_again)
+        prompt = self._prompts.prompt(self._next_prompt_index)
         if prompt is None:
             self._data_ended = True
             self._changed.set()
-        return prompt
+            return None
+        self._next_prompt_index += 1
+        return self._next_prompt_index - 1, prompt
 
     def fill(self, slot: Slot, group: Group) -> None:
         index = slot.admission.index

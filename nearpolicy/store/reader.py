@@ -178,6 +178,20 @@ class RunReader:
         query = "SELECT admissions.* FROM admissions NATURAL LEFT JOIN endings WHERE ending IS NULL ORDER BY admission"
         return [_admission(row) for row in self._db.execute(query)]
 
+    def ended_as(self, fate: Fate) -> list[Admission]:
+        """Admissions whose last attempt ended so."""
+        query = "SELECT admissions.* FROM admissions NATURAL JOIN endings WHERE ending = ? ORDER BY admission"
+        return [_admission(row) for row in self._db.execute(query, (fate.value,))]
+
+    def is_filled(self, admission: Admission) -> bool:
+        """Whether the group of this attempt is stored."""
+        query = "SELECT 1 FROM groups WHERE admission = ? AND attempt = ?"
+        return self._db.execute(query, (admission.index, admission.attempt)).fetchone() is not None
+
+    def query(self, sql: str, *values: Any) -> list[sqlite3.Row]:
+        """Rows of a question of one's own; `nearpolicy.store.schema` says what the tables mean."""
+        return self._db.execute(sql, values).fetchall()
+
     def group(self, index: int, attempt: int | None = None) -> Group:
         """The group as it was filled; by default of the last attempt."""
         row = self._db.execute(
@@ -401,6 +415,7 @@ def _admission(row: sqlite3.Row) -> Admission:
         attempt=row["attempt"],
         seed=row["seed"],
         version=row["version"],
+        prompt_index=row["prompt_index"] if "prompt_index" in row.keys() else None,  # noqa: SIM118
         prompt=Prompt(
             id=prompt["id"],
             task=decode_text(row["task"]),

@@ -18,8 +18,14 @@ from dataclasses import dataclass
 
 from nearpolicy.records import Prompt
 
-SCHEMA_VERSION = 2
-"""2: a group may have a greedy completion, a rollout with the sample -1. The tables are those of 1."""
+SCHEMA_VERSION = 3
+"""2: a group may have a greedy completion, a rollout with the sample -1. The tables are those of 1.
+3: an admission knows the place of its prompt in the order of the data."""
+MIGRATIONS = {
+    1: "",
+    2: "ALTER TABLE admissions ADD COLUMN prompt_index INTEGER;",
+}
+"""Schema -> what makes the next one of it; a run that goes on is brought up to date."""
 APPLICATION_ID = 0x4E524C50
 """Marks the file as ours ("NRLP") for `file` and for the reader."""
 
@@ -33,14 +39,16 @@ CREATE TABLE run (
     value BLOB NOT NULL
 ) WITHOUT ROWID;
 
--- Prompts that were given an index and a slot. A retry keeps its index and raises `attempt`.
+-- Prompts that were given an index and a slot. A retry keeps its index and raises `attempt`. `prompt_index` is the
+-- prompt's place in the order of the data, where that is not the index of the admission; else NULL.
 CREATE TABLE admissions (
     admission INTEGER PRIMARY KEY,
     attempt   INTEGER NOT NULL,
     seed      INTEGER NOT NULL,
     version   INTEGER NOT NULL,          -- newest published version at admission
     task      BLOB NOT NULL,             -- text
-    prompt    BLOB NOT NULL              -- JSON: id, text, messages, columns
+    prompt    BLOB NOT NULL,             -- JSON: id, text, messages, columns
+    prompt_index INTEGER
 );
 
 -- What came of one attempt at an admission: complete, or failed with a reason.

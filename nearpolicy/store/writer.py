@@ -26,6 +26,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from nearpolicy.errors import NearpolicyError, RunFolderError, StandstillError
 from nearpolicy.records import Admission, Batch, Event, Fate, Group, Rollout, Row, StepReport, Verdict, VersionRecord
 from nearpolicy.store.folder import RunFolder
 from nearpolicy.store.payload import decode_json, encode_arrays, encode_json, encode_segments, encode_text
-from nearpolicy.store.schema import APPLICATION_ID, CONSUMED, SCHEMA, SCHEMA_VERSION, EvaluatedSample
+from nearpolicy.store.schema import APPLICATION_ID, CONSUMED, MIGRATIONS, SCHEMA, SCHEMA_VERSION, EvaluatedSample
 
 _MAX_PER_COMMIT = 512
 _LINGER_S = 0.01
@@ -105,8 +106,12 @@ class SqliteStore:
 
         check_store(folder).close()
         lock = _take_lock(folder)
-        connection = _connect(folder.store, sync)
-        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")  # what is written from now on may need it
+        try:
+            connection = _connect(folder.store, sync)
+            _bring_up_to_date(connection)
+        except sqlite3.Error as error:
+            lock.close()
+            raise RunFolderError(f"the store {folder.store} cannot be written: {error}") from error
         return cls(folder, connection, lock, max_pending=max_pending, stall_s=stall_s)
 
     # What a run says. Every method returns at once unless the queue is full.
@@ -125,6 +130,16 @@ class SqliteStore:
     def discarded(self, group: Group, fate: Fate, reason: str) -> None:
         """All tokens of the group end with ``fate``; it needs not have been filled before."""
         self._say(lambda: self._put_discard(group, fate, reason))
+
+    def retried(self, group: Group) -> None:
+        """A failed attempt, and that another one follows: one transaction, so that no admission is ever without."""
+        self._say(lambda: self._put_retry(group))
+
+    def lost(self, admissions: Sequence[Admission], reason: str) -> None:
+        """Attempts that were running when a process ended, and of which nothing is recorded. Each goes on as its next
+        attempt; one that had ended as aborted is opened again."""
+        frozen = tuple(admissions)
+        self._say(lambda: self._put_lost(frozen, reason))
 
     def published(self, record: VersionRecord, wall_s: float) -> None:
         self._say(lambda: self._put_version(record, wall_s))
@@ -258,10 +273,10 @@ class SqliteStore:
         prompt = admission.prompt
         described = {"id": prompt.id, "text": prompt.text, "messages": prompt.messages, "columns": prompt.columns}
         self._run(
-            "INSERT INTO admissions VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (admission) DO UPDATE "
+            "INSERT INTO admissions VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (admission) DO UPDATE "
             "SET attempt = max(attempt, excluded.attempt)",
             *(admission.index, admission.attempt, admission.seed, admission.version),
-            *(encode_text(prompt.task), encode_json(described)),
+            *(encode_text(prompt.task), encode_json(described), admission.prompt_index),
         )
 
     def _put_group(self, group: Group) -> None:
@@ -343,6 +358,17 @@ class SqliteStore:
         fates = {rollout.sample: {fate: rollout.num_sampled} for rollout in group.everything}
         self._put_fates(group.index, group.admission.attempt, fates)
 
+    def _put_retry(self, group: Group) -> None:
+        self._put_discard(group, Fate.FAILED, group.failure or "")
+        self._put_admission(replace(group.admission, attempt=group.admission.attempt + 1))
+
+    def _put_lost(self, admissions: Iterable[Admission], reason: str) -> None:
+        for admission in admissions:
+            query = "SELECT 1 FROM endings WHERE admission = ? AND attempt = ?"
+            if not _one(self._db, query, admission.index, admission.attempt):
+                self._end(admission.index, admission.attempt, Fate.LOST.value, reason)
+            self._put_admission(replace(admission, attempt=admission.attempt + 1))
+
     def _end(self, index: int, attempt: int, ending: str, reason: str) -> None:
         before = _one(self._db, "SELECT ending FROM endings WHERE admission = ? AND attempt = ?", index, attempt)
         if before is not None:
@@ -422,6 +448,14 @@ def _connect(path: Path, sync: str) -> sqlite3.Connection:
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute(f"PRAGMA synchronous = {sync.upper()}")
     return connection
+
+
+def _bring_up_to_date(connection: sqlite3.Connection) -> None:
+    """From the schema that the file has to the one that is written here, all or nothing."""
+    found = connection.execute("PRAGMA user_version").fetchone()[0]
+    steps = " ".join(MIGRATIONS[schema] for schema in range(found, SCHEMA_VERSION))
+    if found < SCHEMA_VERSION:
+        connection.executescript(f"BEGIN IMMEDIATE; {steps} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
 
 
 def _take_lock(folder: RunFolder) -> Any:

@@ -32,10 +32,11 @@ from nearpolicy.records import (
     Verdict,
     VersionRecord,
 )
+from nearpolicy.store import writer
 from nearpolicy.store.folder import RunFolder, create_run_folder
-from nearpolicy.store.payload import encode_segments
+from nearpolicy.store.payload import encode_json, encode_segments
 from nearpolicy.store.reader import RunReader
-from nearpolicy.store.schema import SCHEMA_VERSION
+from nearpolicy.store.schema import SCHEMA, SCHEMA_VERSION
 from nearpolicy.store.writer import SqliteStore
 
 REPORT = StepReport(version=1, updates=2, metrics={})
@@ -130,16 +131,24 @@ def test_a_greedy_completion_shares_the_fate_of_a_group_that_is_given_up(store, 
     assert (run.group(0).failure, run.group(0).baseline.reward) == ("no baseline", None)
 
 
-def test_a_store_of_the_first_schema_is_read_and_gets_the_new_number_when_it_is_written_again(store, folder):
-    store.filled(group(0))
-    store.close()
-    sqlite3.connect(folder.store).execute("PRAGMA user_version = 1")
-    assert read(folder).group(0).baseline is None
-    assert sqlite3.connect(folder.store).execute("PRAGMA user_version").fetchone() == (1,)
+@pytest.mark.parametrize("schema", [1, 2])
+def test_an_older_store_is_read_and_brought_up_to_date_when_it_is_written_again(folder, monkeypatch, schema):
+    with monkeypatch.context() as then:
+        then.setattr(writer, "SCHEMA", SCHEMA.replace("messages, columns\n    prompt_index INTEGER", "messages, columns"))
+        then.setattr(writer, "SCHEMA", writer.SCHEMA.replace("prompt    BLOB NOT NULL, ", "prompt    BLOB NOT NULL "))
+        then.setattr(writer, "SCHEMA_VERSION", schema)
+        SqliteStore.create(folder, config={}).close()
+    assert "prompt_index" not in str(sqlite3.connect(folder.store).execute("SELECT sql FROM sqlite_master").fetchall())
+    old = sqlite3.connect(folder.store, isolation_level=None)
+    prompt = encode_json({"id": "a", "text": "?", "messages": None, "columns": {}})
+    old.execute("INSERT INTO admissions VALUES (?, ?, ?, ?, ?, ?)", (0, 0, 7, 0, b"t", prompt))
+    old.close()
+    assert (read(folder).admission(0).prompt_index, read(folder).admission(0).prompt.id) == (None, "a")
+    assert sqlite3.connect(folder.store).execute("PRAGMA user_version").fetchone() == (schema,)
     with SqliteStore.open(folder) as again:
         again.filled(with_baseline(group(1)))
     assert sqlite3.connect(folder.store).execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
-    assert read(folder).group(1).baseline.reward == 0.25
+    assert (read(folder).group(1).baseline.reward, read(folder).admission(0).prompt_index) == (0.25, None)
 
 
 def test_nul_lone_surrogates_and_line_separators_survive_everywhere(store, folder):

@@ -1,0 +1,94 @@
+"""What a run is taken up with: its own recipe, but for settings that do not change what is learned."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nearpolicy.config import RunConfig, config_from_dict
+from nearpolicy.errors import ConfigError, DataError, RunFolderError
+from nearpolicy.records import Position
+from nearpolicy.store.folder import RunFolder
+from nearpolicy.store.reader import RunReader
+
+if TYPE_CHECKING:
+    from nearpolicy.tasks.mixture import Mixture
+
+MAY_CHANGE = (
+    "run.steps", "run.keep_versions", "checkpoint", "evaluation", "telemetry", "monitors", "store", "verifier.workers",
+    "generator.threads", "learner.threads", "queue.rollout_timeout_s", "queue.rollout_retries", "queue.stall_timeout_s",
+    "sync.timeout_s",
+)  # fmt: skip
+"""Keys, and sections, that may differ when a run is taken up again."""
+
+
+def resumed_config(folder: RunFolder, overrides: Sequence[str] = ()) -> RunConfig:
+    """The recipe that a run was begun with, and ``overrides``; `ConfigError` names every key that may not change."""
+    with RunReader(folder.path) as run:
+        began = run.config
+    if not isinstance(began, dict):
+        raise RunFolderError(f"{folder.path} has no recipe in its store: nobody can say what it was doing")
+    where = f"the recipe of {folder.path}"
+    before = config_from_dict(began, where=where)
+    config = config_from_dict(copy.deepcopy(began), where=where, overrides=overrides)
+    changed = [
+        f"{key} was {old!r} and is {new!r} now"
+        for key, old, new in differences(before.model_dump(mode="json"), config.model_dump(mode="json"))
+        if not _may_change(key)
+    ]
+    if changed:
+        raise ConfigError(
+            f"{folder.path} was begun with other settings: {'; '.join(changed)}. A run is taken up as it was; these may "
+            f"change: {', '.join(MAY_CHANGE)}. For anything else begin a new run from its checkpoint (model.path)"
+        )
+    if config.run.steps != before.run.steps and config.learner.lr_schedule != "constant":
+        raise ConfigError(
+            f"{folder.path} was begun with run.steps={before.run.steps}; with learner.lr_schedule="
+            f"{config.learner.lr_schedule} another number would mean other learning rates in the steps that are done. "
+            "Leave run.steps as it was"
+        )
+    return config
+
+
+def differences(before: Any, after: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any, Any]]:
+    """(key, old, new) of every leaf that differs."""
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for key in before.keys() | after.keys():
+            yield from differences(before.get(key), after.get(key), (*path, str(key)))
+    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        for place, (old, new) in enumerate(zip(before, after, strict=True)):
+            yield from differences(old, new, (*path, str(place)))
+    elif before != after:
+        yield ".".join(path), before, after
+
+
+def _may_change(key: str) -> bool:
+    return any(key == each or key.startswith(each + ".") for each in MAY_CHANGE)
+
+
+def usable_checkpoints(folder: RunFolder, steps: int, say: Callable[[str], None]) -> list[Path]:
+    """Newest first; none that is ahead of a store that knows so many steps."""
+    from nearpolicy.learner.checkpoint import checkpoints
+
+    found = checkpoints(folder.checkpoints)
+    for version, path in found:
+        if version > steps:
+            say(f"{path.name} is ahead of the store, which knows {steps} steps; it is not used")
+    return [path for version, path in reversed(found) if version <= steps]
+
+
+def require_same_data(found: Position, mixture: Mixture, folder: RunFolder) -> None:
+    """`DataError` if the prompts that the run had asked for are not those of the data now."""
+    asked = (*(group.admission for group in found.ready), *found.unfinished)
+    for admission in asked:
+        place = admission.index if admission.prompt_index is None else admission.prompt_index
+        now = mixture.prompt(place)
+        if now is None or (now.task, now.text, now.messages) != (
+            admission.prompt.task, admission.prompt.text, admission.prompt.messages
+        ):  # fmt: skip
+            raise DataError(
+                f"the data of {folder.path} has changed: prompt {place} was {admission.prompt.id!r} of task "
+                f"{admission.prompt.task!r} with another text. Restore the data, or begin a new run"
+            )

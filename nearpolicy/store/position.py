@@ -1,0 +1,64 @@
+"""Where a run stands, as its store tells: all that a resume needs to know beside the weights.
+
+    admissions --+-- ended: consumed, failed, filtered, expired          nothing is left to do
+                 +-- filled, not ended                                   ready: waits for a step
+                 +-- the rest, and those aborted when the run stopped    unfinished: sampled anew under the same index
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nearpolicy.records import Admission, Fate, Position, VersionRecord
+from nearpolicy.store.payload import decode_text
+
+if TYPE_CHECKING:
+    from nearpolicy.store.reader import RunReader
+
+
+def position_of(run: RunReader) -> Position:
+    """Read it; the run must not be written meanwhile. Takes as long for a long run as for a short one, nearly."""
+
+    def one(sql: str, *values: Any) -> Any:
+        return run.query(sql, *values)[0][0]
+
+    newest = run.query("SELECT * FROM versions ORDER BY lineage DESC, version DESC LIMIT 1")
+    published = None
+    if newest:
+        published = VersionRecord(**{name: newest[0][name] for name in VersionRecord.__slots__})
+    contained = 0 if published is None else published.version
+    last = run.query("SELECT admission FROM consumption ORDER BY ordinal DESC LIMIT 1")
+    last_consumed = last[0][0] if last else None
+    ended = dict(run.query("SELECT ending, count(*) FROM admissions NATURAL JOIN endings GROUP BY ending"))
+    filtered = run.query(
+        "SELECT admission, reason FROM admissions NATURAL JOIN endings WHERE ending = ? AND admission > ?",
+        *(Fate.FILTERED.value, -1 if last_consumed is None else last_consumed),
+    )
+    left = run.unfinished()
+    ready = [admission for admission in left if run.is_filled(admission)]
+    return Position(
+        steps=one("SELECT count(*) FROM steps"),
+        published=published,
+        next_index=one("SELECT coalesce(max(admission), -1) + 1 FROM admissions"),
+        num_prompts=one("SELECT coalesce(max(coalesce(prompt_index, admission)), -1) + 1 FROM admissions"),
+        ready=tuple(run.group(admission.index, admission.attempt) for admission in ready),
+        unfinished=tuple(a for a in (*left, *run.ended_as(Fate.ABORTED)) if a not in ready),
+        consumed=dict(run.query("SELECT admission, step FROM consumption WHERE step >= ?", contained)),
+        last_consumed=last_consumed,
+        num_consumed=one("SELECT count(*) FROM consumption WHERE place IS NOT NULL"),
+        num_failed=ended.get(Fate.FAILED.value, 0),
+        num_expired=ended.get(Fate.EXPIRED.value, 0),
+        num_filtered=ended.get(Fate.FILTERED.value, 0),
+        filtered={index: decode_text(reason) for index, reason in filtered},
+        expired_prompts=_not_asked_again(run),
+    )
+
+
+def _not_asked_again(run: RunReader) -> tuple[Admission, ...]:
+    """Expired admissions whose prompt no later one has."""
+    expired = run.ended_as(Fate.EXPIRED)
+    if not expired:
+        return ()
+    places = run.query("SELECT coalesce(prompt_index, admission), max(admission) FROM admissions GROUP BY 1")
+    latest = dict(places)
+    return tuple(a for a in expired if latest[a.index if a.prompt_index is None else a.prompt_index] == a.index)
