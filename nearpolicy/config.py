@@ -357,7 +357,15 @@ def _idle_settings(config: RunConfig) -> Iterator[str]:
         yield from _changed("warm_start", config.warm_start, ("learning_rate", "batch_size"), why)
     if not config.checkpoint.every:
         why = "but the only checkpoint is the one at the end; set checkpoint.every or leave it out"
-        yield from _changed("checkpoint", config.checkpoint, ("keep_last",), why)
+        yield from _changed("checkpoint", config.checkpoint, ("keep_last", "keep_best"), why)
+    elif config.checkpoint.keep_best and (
+        not config.evaluation.every or config.checkpoint.every % config.evaluation.every
+    ):
+        yield (
+            f"checkpoint.keep_best={config.checkpoint.keep_best} goes by held-out accuracy, which checkpoints every "
+            f"{config.checkpoint.every} steps do not have with evaluation.every={config.evaluation.every}; set it to a "
+            "number that divides checkpoint.every"
+        )
     if config.learner.lora is None:
         why = "but no adapter is trained; set learner.lora or leave it out"
         yield from _changed("sync", config.sync, ("adapters",), why)

@@ -317,6 +317,8 @@ class VersionRecord:
     updates: int
     fingerprint: str
     parent: int | None
+    digests: Mapping[str, str] = field(default_factory=lambda: _EMPTY, compare=False, repr=False)
+    """Tensor name -> digest, what the fingerprint is made of; empty if nobody has kept them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "verify": ("nearpolicy.launch.verify", "Judge one text as a reward does in training, and say why."),
     "inspect": ("nearpolicy.launch.inspect", "Show rollouts of a run: text, rewards, versions, advantages, fates."),
     "audit": ("nearpolicy.launch.audit", "Rank rewarded completions by signs that they did not earn it."),
+    "replay": ("nearpolicy.launch.replay", "Train a run's recording again: the same weights, or where they differ."),
     "compare": ("nearpolicy.launch.compare", "Compare objectives on a run's recorded rollouts."),
     "doctor": ("nearpolicy.launch.doctor", "Examine this machine: what it offers, and what to do about the rest."),
     "report": ("nearpolicy.launch.report", "Write a run's report: one HTML file."),

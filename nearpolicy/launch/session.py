@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import errno
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -25,10 +25,11 @@ from nearpolicy.config import RunConfig, dump_resolved
 from nearpolicy.errors import NearpolicyError, RunFolderError, UserError, first_error
 from nearpolicy.launch.progress import progress
 from nearpolicy.launch.resume import require_same_data, usable_checkpoints
+from nearpolicy.launch.rows import assembled, left_out
 from nearpolicy.launch.sizes import versions
 from nearpolicy.launch.words import count, place
 from nearpolicy.machine import helpers_peak_memory_mb, peak_memory_mb
-from nearpolicy.records import Fate, Group, Position, Row, StepReport, VersionRecord
+from nearpolicy.records import Fate, Position, StepReport, VersionRecord
 from nearpolicy.store.folder import RunFolder, create_run_folder, remove_run
 from nearpolicy.store.position import position_of
 from nearpolicy.store.reader import RunReader
@@ -271,7 +272,7 @@ class Session:
             seed=config.run.seed,
             num_groups=config.run.steps * limits.prompts_per_step,
             stall_timeout_s=limits.stall_timeout_s,
-            left_out=self._left_out if limits.dynamic_sampling else None,
+            left_out=partial(left_out, config) if limits.dynamic_sampling else None,
             max_rounds=limits.max_rounds or 0,
             requeue=limits.at_bound == "requeue",
             give_up=bounded.give_up,
@@ -286,7 +287,7 @@ class Session:
             weights=self.publisher,
             store=self.store,
             telemetry=self,
-            assemble=self._assemble,
+            assemble=partial(assembled, config),
             after_step=self._after_step,
             first_step=0 if self.position is None else self.position.steps,
             num_steps=config.run.steps,
@@ -295,25 +296,6 @@ class Session:
             weight_sync_steps=config.sync.weight_sync_steps,
             streaming=config.learner.streaming and self.learner.inner.can_learn_ahead and limits.order == "admission",
         )
-
-    def _assemble(self, groups: Sequence[Group]) -> tuple[Row, ...]:
-        from nearpolicy.objectives.assign import assign_advantages
-
-        config = self.config
-        longest = config.sampling.max_completion_length
-        return assign_advantages(groups, config.objective, max_completion_length=longest, left_out=self._left_out)
-
-    def _left_out(self, group: Group) -> str | None:
-        """Why a group is left out for its rewards, as the recipe has it; None if it is not."""
-        from nearpolicy.objectives import shaping
-
-        limits, reason = self.config.queue, None
-        if limits.drop_zero_variance_groups or limits.dynamic_sampling:
-            baseline = None if group.baseline is None else group.baseline.reward
-            reason = shaping.zero_variance_reason(group.rewards, baseline)
-        if reason is None and limits.max_pass_rate is not None:
-            reason = shaping.pass_rate_reason(group.rewards, too_easy_from=limits.max_pass_rate)
-        return reason
 
     async def _warm_start(self) -> None:
         from nearpolicy.launch.warm_start import supervised_batches
@@ -434,7 +416,7 @@ class Session:
             await self._publish_if_due(recorded)
             for step in range(learner.version, found.steps):
                 batch = run.batch(step)
-                batch = replace(batch, rows=self._assemble(batch.groups))
+                batch = replace(batch, rows=assembled(self.config, batch.groups))
                 report = await self.learner.step(batch)
                 if step not in logged:
                     self.telemetry.log_step(step, {**batch_metrics(batch), **report.metrics})
@@ -509,10 +491,24 @@ class Session:
             self.folder.checkpoints,
             beside=[self.language.renderer.tokenizer],
             keep_last=self.config.checkpoint.keep_last,
+            keep_best=self.config.checkpoint.keep_best,
+            scores=self._accuracies() if self.config.checkpoint.keep_best else None,
         )
         with self.telemetry.span("learner", "checkpoint", step=self.learner.inner.version):
             path = await self.learner.call(save)
         self.say(f"checkpoint: {place(path)}")
+
+    def _accuracies(self) -> dict[int, float]:
+        """Version -> mean held-out accuracy over the tasks, of all evaluations of the run."""
+        from nearpolicy.evaluate.metrics import held_out_scores
+
+        with RunReader(self.folder.path) as run:
+            scores = held_out_scores(run.evaluations())
+        found: dict[int, list[float]] = {}
+        for score in scores:
+            if score.mode == "accuracy" and score.accuracy is not None:
+                found.setdefault(score.version, []).append(score.accuracy)
+        return {version: sum(values) / len(values) for version, values in found.items()}
 
     # The pipeline's `Telemetry`: everything goes to the recorder, and step metrics to whoever watches.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Protocol
@@ -38,9 +38,16 @@ class SavesItself(Protocol):
 
 
 def save_checkpoint(
-    learner: PolicyLearner, folder: Path, *, beside: Iterable[SavesItself] = (), keep_last: int
+    learner: PolicyLearner,
+    folder: Path,
+    *,
+    beside: Iterable[SavesItself] = (),
+    keep_last: int,
+    keep_best: int = 0,
+    scores: Mapping[int, float] | None = None,
 ) -> Path:
-    """Write ``folder/step-N`` and then drop all but the last ``keep_last``. Foreign files are never touched."""
+    """Write ``folder/step-N`` and then drop all but the last ``keep_last`` and the best ``keep_best`` by their
+    ``scores``. Foreign files are never touched."""
     target = folder / f"step-{learner.version}"
     draft = folder / f".{target.name}.tmp"
     state = learner.state()
@@ -65,9 +72,17 @@ def save_checkpoint(
         ) from error
     finally:
         _clear_drafts(folder)
-    for _, old in checkpoints(folder)[:-keep_last]:
-        shutil.rmtree(old)
+    found = dict(checkpoints(folder))
+    for version in found.keys() - kept(found, scores or {}, last=keep_last, best=keep_best):
+        shutil.rmtree(found[version])
     return target
+
+
+def kept(versions: Iterable[int], scores: Mapping[int, float], *, last: int, best: int) -> set[int]:
+    """The ``last`` versions, and the ``best`` of those that have a score; of equal ones the later."""
+    ordered = sorted(versions)
+    ranked = sorted((v for v in ordered if v in scores), key=lambda version: (scores[version], version))
+    return {*ordered[-last:], *(ranked[-best:] if best else [])}
 
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:

@@ -124,3 +124,5 @@ class CheckpointConfig(ConfigModel):
     """Steps between checkpoints; 0 saves at the end only."""
     keep_last: PositiveInt = 1
     """Checkpoints kept; older ones are removed after a newer one is complete."""
+    keep_best: NonNegativeInt = 0
+    """Checkpoints kept beside those for their held-out accuracy (the mean over tasks); needs `evaluation.every`."""

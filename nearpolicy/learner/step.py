@@ -332,6 +332,7 @@ class PolicyLearner:
             updates=self.updates,
             fingerprint=fingerprint(parts),
             parent=parent,
+            digests=parts,
         )
         return Weights(record=record, tensors=tensors, digests=parts, adapter=self.policy.adapter())
 

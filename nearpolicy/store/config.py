@@ -17,5 +17,5 @@ class StoreConfig(ConfigModel):
     """Section `store`: the SQLite record of a run."""
 
     sync: Literal["normal", "full"] = "normal"
-    """`normal`: nothing committed is lost when a process is killed; a power failure may cost the last moments.
+    """`normal`: nothing committed is lost when a process is killed; a power failure may cost the last 100 ms.
     `full`: not even those, and each commit waits for the disk."""

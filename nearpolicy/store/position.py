@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nearpolicy.records import Admission, Fate, Position, VersionRecord
+from nearpolicy.records import Admission, Fate, Position
 from nearpolicy.store.payload import decode_text
 
 if TYPE_CHECKING:
@@ -22,10 +22,8 @@ def position_of(run: RunReader) -> Position:
     def one(sql: str, *values: Any) -> Any:
         return run.query(sql, *values)[0][0]
 
-    newest = run.query("SELECT * FROM versions ORDER BY lineage DESC, version DESC LIMIT 1")
-    published = None
-    if newest:
-        published = VersionRecord(**{name: newest[0][name] for name in VersionRecord.__slots__})
+    versions = run.versions()
+    published = versions[-1] if versions else None
     contained = 0 if published is None else published.version
     last = run.query("SELECT admission FROM consumption ORDER BY ordinal DESC LIMIT 1")
     last_consumed = last[0][0] if last else None

@@ -313,9 +313,17 @@ class RunReader:
     # Versions, events, evaluations.
 
     def versions(self) -> list[VersionRecord]:
-        """Published weights, oldest first."""
+        """Published weights, oldest first, without their digests."""
         query = "SELECT lineage, version, updates, fingerprint, parent FROM versions ORDER BY lineage, version"
         return [VersionRecord(**dict(row)) for row in self._db.execute(query)]
+
+    def digests(self, record: VersionRecord) -> dict[str, str]:
+        """Tensor -> digest of published weights; empty if the run was recorded before they were kept."""
+        if not any(column["name"] == "digests" for column in self._db.execute("PRAGMA table_info(versions)")):
+            return {}
+        query = "SELECT digests FROM versions WHERE lineage = ? AND version = ?"
+        row = self._db.execute(query, (record.lineage, record.version)).fetchone()
+        return {} if row is None or row["digests"] is None else decode_json(row["digests"])
 
     def events(self, kind: str | None = None, role: str | None = None) -> Iterator[Event]:
         """The time line in the order in which it was told."""

@@ -20,10 +20,10 @@ from nearpolicy.records import Prompt
 
 SCHEMA_VERSION = 3
 """2: a group may have a greedy completion, a rollout with the sample -1. The tables are those of 1.
-3: an admission knows the place of its prompt in the order of the data."""
+3: an admission knows the place of its prompt in the order of the data, a version the digests of its tensors."""
 MIGRATIONS = {
     1: "",
-    2: "ALTER TABLE admissions ADD COLUMN prompt_index INTEGER;",
+    2: "ALTER TABLE admissions ADD COLUMN prompt_index INTEGER; ALTER TABLE versions ADD COLUMN digests BLOB;",
 }
 """Schema -> what makes the next one of it; a run that goes on is brought up to date."""
 APPLICATION_ID = 0x4E524C50
@@ -141,6 +141,7 @@ CREATE TABLE versions (
     fingerprint TEXT NOT NULL,
     parent      INTEGER,
     wall_s      REAL NOT NULL,           -- how long the publication took
+    digests     BLOB,                    -- JSON: tensor -> digest; NULL where they were not kept
     PRIMARY KEY (lineage, version)       -- never names two weights
 ) WITHOUT ROWID;
 

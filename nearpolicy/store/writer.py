@@ -2,8 +2,8 @@
 
 Promises
 - What one call says is committed together or not at all, and calls are committed in the order in which they were made.
-- After `flush` returns, everything said before it survives ``kill -9``. (Power loss may cost the last transactions,
-  never the order; ``sync="full"`` excludes that too, at the price of a disk flush per commit.)
+- After `flush` returns, everything said before it survives ``kill -9``. (Power loss may cost what was committed in the
+  last 100 ms, never the order; ``sync="full"`` excludes that too, at the price of a disk flush per commit.)
 - Memory is bounded: with ``max_pending`` calls waiting the next one waits as well. That wait has a bound and a name.
 - An error in the writer's thread is raised by the next call, whoever makes it. Calls before the failed one are
   committed, it and those after it are not.
@@ -39,8 +39,12 @@ from nearpolicy.store.payload import decode_json, encode_arrays, encode_json, en
 from nearpolicy.store.schema import APPLICATION_ID, CONSUMED, MIGRATIONS, SCHEMA, SCHEMA_VERSION, EvaluatedSample
 
 _MAX_PER_COMMIT = 512
+_FULL = 2
+"""SQLite's number for ``synchronous = FULL``."""
 _LINGER_S = 0.01
 """How long a commit waits for company. Only calls that nobody flushes for can be lost in it."""
+DURABLE_WITHIN_S = 0.1
+"""Of what is committed, pressed onto the disk at least this often."""
 
 
 class SqliteStore:
@@ -59,6 +63,9 @@ class SqliteStore:
         self._calls: queue.Queue[Callable[[], None] | threading.Event | None] = queue.Queue(maxsize=max_pending)
         self._error: BaseException | None = None
         self._progress = time.monotonic()
+        self._full_sync = connection.execute("PRAGMA synchronous").fetchone()[0] >= _FULL
+        self._durable_at: float | None = None
+        """When what is committed and not yet on the disk has to be there; None if all of it is."""
         self._closed = False
         self._gate = threading.Lock()
         self._thread = threading.Thread(target=self._write, name=f"store {folder.name}", daemon=True)
@@ -224,15 +231,32 @@ class SqliteStore:
         going = True
         while going:
             calls = self._gather()
-            going = calls[-1] is not None
+            going = calls[-1:] != [None]
             self._commit([call for call in calls if callable(call)])
             for call in calls:
                 if isinstance(call, threading.Event):
                     call.set()
+            self._make_durable(now=not going)
+
+    def _make_durable(self, *, now: bool) -> None:
+        if self._durable_at is None or not (now or time.monotonic() >= self._durable_at):
+            return
+        with contextlib.suppress(OSError):  # the next commit finds out what is wrong with the disk
+            log = os.open(f"{self.folder.store}-wal", os.O_RDONLY)
+            try:
+                os.fsync(log)
+            finally:
+                os.close(log)
+        self._durable_at = None
 
     def _gather(self) -> list[Callable[[], None] | threading.Event | None]:
-        """The calls of the next commit: all that wait, until somebody waits for the commit itself."""
-        calls = [self._calls.get()]
+        """The calls of the next commit: all that wait, until somebody waits for the commit itself. None if nothing
+        comes until what is committed has to be durable."""
+        try:
+            until = self._durable_at
+            calls = [self._calls.get(timeout=None if until is None else max(0.0, until - time.monotonic()))]
+        except queue.Empty:
+            return []
         deadline = time.monotonic() + _LINGER_S
         while callable(calls[-1]) and len(calls) < _MAX_PER_COMMIT:
             try:
@@ -241,8 +265,8 @@ class SqliteStore:
                 break
         return calls
 
-    def _commit(self, calls: Iterable[Callable[[], None]]) -> None:
-        if self._error is not None:
+    def _commit(self, calls: Sequence[Callable[[], None]]) -> None:
+        if self._error is not None or not calls:
             return  # later calls must not be stored without the one that failed
         try:
             if _identity(self.folder.store) != self._identity:
@@ -257,6 +281,8 @@ class SqliteStore:
                 self._db.execute("RELEASE call")
             self._db.execute("COMMIT")
             self._progress = time.monotonic()
+            if self._durable_at is None and not self._full_sync:
+                self._durable_at = self._progress + DURABLE_WITHIN_S
         except BaseException as error:  # surfaces on the next call: this thread has nobody to raise to
             self._error = error
             with contextlib.suppress(sqlite3.Error):  # a full disk has already undone the whole transaction
@@ -400,8 +426,10 @@ class SqliteStore:
                 f"be given to weights with fingerprint {record.fingerprint}: open a new lineage"
             )
         self._run(
-            "INSERT OR IGNORE INTO versions VALUES (?, ?, ?, ?, ?, ?)",
+            "INSERT OR IGNORE INTO versions (lineage, version, updates, fingerprint, parent, wall_s, digests) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?)",
             *(record.lineage, record.version, record.updates, record.fingerprint, record.parent, float(wall_s)),
+            encode_json(record.digests) if record.digests else None,
         )
 
     def _put_event(self, event: Event) -> None:

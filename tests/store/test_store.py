@@ -136,13 +136,17 @@ def test_an_older_store_is_read_and_brought_up_to_date_when_it_is_written_again(
     with monkeypatch.context() as then:
         then.setattr(writer, "SCHEMA", SCHEMA.replace("messages, columns\n    prompt_index INTEGER", "messages, columns"))
         then.setattr(writer, "SCHEMA", writer.SCHEMA.replace("prompt    BLOB NOT NULL, ", "prompt    BLOB NOT NULL "))
+        column = "digests     BLOB,                    -- JSON: tensor -> digest; NULL where they were not kept"
+        then.setattr(writer, "SCHEMA", writer.SCHEMA.replace(column, ""))
         then.setattr(writer, "SCHEMA_VERSION", schema)
         SqliteStore.create(folder, config={}).close()
     assert "prompt_index" not in str(sqlite3.connect(folder.store).execute("SELECT sql FROM sqlite_master").fetchall())
     old = sqlite3.connect(folder.store, isolation_level=None)
     prompt = encode_json({"id": "a", "text": "?", "messages": None, "columns": {}})
     old.execute("INSERT INTO admissions VALUES (?, ?, ?, ?, ?, ?)", (0, 0, 7, 0, b"t", prompt))
+    old.execute("INSERT INTO versions VALUES (0, 0, 0, 'f', NULL, 0.1)")
     old.close()
+    assert read(folder).digests(read(folder).versions()[0]) == {}
     assert (read(folder).admission(0).prompt_index, read(folder).admission(0).prompt.id) == (None, "a")
     assert sqlite3.connect(folder.store).execute("PRAGMA user_version").fetchone() == (schema,)
     with SqliteStore.open(folder) as again:
@@ -521,3 +525,29 @@ def test_a_store_that_sqlite_can_read_but_whose_values_are_damaged_is_a_message(
         db.commit()
     with pytest.raises(RunFolderError, match=r"store\.sqlite is damaged: stored values"), RunReader(folder.path) as run:
         list(run.rollouts())
+
+
+def test_what_is_committed_is_on_the_disk_soon_though_nobody_asks(folder, monkeypatch):
+    reached, names = threading.Event(), []
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        names.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        real(descriptor)
+        if names[-1].endswith("store.sqlite-wal"):
+            reached.set()
+
+    with SqliteStore.create(folder, config={}) as store:
+        store.flush()
+        monkeypatch.setattr(os, "fsync", fsync)
+        store.filled(group(0))
+        assert reached.wait(30)
+        assert names == [str(folder.store) + "-wal"]
+    assert len(names) == 1  # all of it was there when it was closed
+
+
+def test_with_full_sync_every_commit_waits_for_the_disk_itself(folder, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: pytest.fail("the database does it"))
+    with SqliteStore.create(folder, config={}, sync="full") as store:
+        store.filled(group(0))
+        store.flush()
