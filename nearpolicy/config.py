@@ -424,9 +424,7 @@ def read_yaml(path: str | Path, what: str, advice: str) -> str:
     return text
 
 
-def config_from_dict(
-    data: dict[str, Any], *, where: str = "config", overrides: Sequence[str] = ()
-) -> RunConfig:
+def config_from_dict(data: dict[str, Any], *, where: str = "config", overrides: Sequence[str] = ()) -> RunConfig:
     """The same checks and messages for settings that come from Python."""
     _refuse_monsters(data, where)
     origins = _Origins(where, data)

@@ -63,7 +63,9 @@ class Pipeline:
         before = self._given_up()
         async with asyncio.TaskGroup() as tasks:
             producers = [tasks.create_task(self._produce()) for _ in range(self.num_slots)]
-            await asyncio.wait([tasks.create_task(self._learn(before))])  # as a task, so that the first error stands first
+            await asyncio.wait(
+                [tasks.create_task(self._learn(before))]
+            )  # as a task, so that the first error stands first
             self.queue.close()
             await self.environment.stop()  # what is running hands over what it has sampled
             await asyncio.wait(producers, timeout=STOP_S)

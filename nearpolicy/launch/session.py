@@ -623,7 +623,7 @@ def _run_here(session: Session) -> dict[str, Any]:
 
 def _cannot_write(session: Session, error: OSError) -> str | None:
     """What to say of an error in the run folder; None for one elsewhere."""
-    inside = session.folder is not None and str(error.filename or "").startswith(str(session.folder.path))
+    inside = session.folder is not None and Path(error.filename or "").is_relative_to(session.folder.path)
     if inside or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
         folder = "the run folder" if session.folder is None else session.folder.path
         return f"{folder} cannot be written: {error}. Make room, or choose another run.dir"

@@ -47,7 +47,11 @@ EVENT_KINDS: Mapping[str, tuple[str, str, str]] = {
     "compare": ("sync", "tensors", "* digests compared"),
     "evaluate": ("evaluate", "questions", "* held-out questions under one fixed version"),
     "checkpoint": ("learner", "step", "* training state saved"),
-    "resume": ("learner", "step, checkpoint, anew", "* a run taken up after so many steps; groups that are sampled anew"),
+    "resume": (
+        "learner",
+        "step, checkpoint, anew",
+        "* a run taken up after so many steps; groups that are sampled anew",
+    ),
     "idle": ("any", "cause", "* a role waited; the cause names for what"),
 }
 

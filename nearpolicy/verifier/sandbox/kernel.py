@@ -165,7 +165,9 @@ def drop_capabilities(kept: int = 0) -> None:
 
 def dropping(kept: int) -> Call:
     header = ctypes.create_string_buffer(struct.pack("Ii", 0x20080522, 0))
-    return Call("capset", _libc.capset, header, ctypes.create_string_buffer(struct.pack("IIIIII", kept, kept, 0, 0, 0, 0)))
+    return Call(
+        "capset", _libc.capset, header, ctypes.create_string_buffer(struct.pack("IIIIII", kept, kept, 0, 0, 0, 0))
+    )
 
 
 # Landlock
