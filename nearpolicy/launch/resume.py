@@ -40,8 +40,8 @@ def resumed_config(folder: RunFolder, overrides: Sequence[str] = ()) -> RunConfi
     ]
     if changed:
         raise ConfigError(
-            f"{folder.path} was begun with other settings: {'; '.join(changed)}. A run is taken up as it was; these may "
-            f"change: {', '.join(MAY_CHANGE)}. For anything else begin a new run from its checkpoint (model.path)"
+            f"{folder.path} was begun with other settings: {'; '.join(changed)}. A run is taken up as it was; these "
+            f"may change: {', '.join(MAY_CHANGE)}. For anything else begin a new run from its checkpoint (model.path)"
         )
     if config.run.steps != before.run.steps and config.learner.lr_schedule != "constant":
         raise ConfigError(

@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nearpolicy.errors import RunFolderError, described
-from nearpolicy.store.folder import RunFolder, create_run_folder, finite
+from nearpolicy.store.folder import create_run_folder, finite
 from nearpolicy.store.reader import RunReader, StoredRollout
 from nearpolicy.store.schema import APPLICATION_ID, MIGRATIONS, SCHEMA, SCHEMA_VERSION, prompt_text
 

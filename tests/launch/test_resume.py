@@ -20,7 +20,9 @@ from nearpolicy.store.reader import RunReader
 
 RECIPE = """\
 run: {steps: 6, dir: run}
-model: {path: random:llama, init: {initializer_range: 0.15, hidden_size: 64, intermediate_size: 64, num_hidden_layers: 1}}
+model:
+  path: random:llama
+  init: {initializer_range: 0.15, hidden_size: 64, intermediate_size: 64, num_hidden_layers: 1}
 sampling: {max_prompt_length: 16, max_completion_length: 5, num_generations: 3}
 queue: {prompts_per_step: 2}
 checkpoint: {every: 2, keep_last: 2}
@@ -224,7 +226,7 @@ def test_changed_data_is_refused_and_nothing_is_overwritten():
     before = Path("run/metrics.jsonl").read_bytes()
     rows = [{"question": f"{a} - {b} =", "answer": "1"} for a in range(6) for b in range(6)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(DataError, match="the data of .* has changed"):
+    with pytest.raises(DataError, match=r"the data of .* has changed"):
         go_on()
     assert Path("run/metrics.jsonl").read_bytes() == before
 

@@ -131,8 +131,8 @@ def prctl(option: int, value: int = 0) -> None:
 def filtering(program: ctypes.Structure) -> Call:
     """Apply a filter of system calls, for good. Needs `PR_SET_NO_NEW_PRIVS` first."""
     return Call(
-        "seccomp", _libc.prctl, ctypes.c_int(PR_SET_SECCOMP), ctypes.c_ulong(SECCOMP_MODE_FILTER), ctypes.byref(program),
-        ctypes.c_ulong(0), ctypes.c_ulong(0),
+        "seccomp", _libc.prctl, ctypes.c_int(PR_SET_SECCOMP), ctypes.c_ulong(SECCOMP_MODE_FILTER),
+        ctypes.byref(program), ctypes.c_ulong(0), ctypes.c_ulong(0),
     )  # fmt: skip
 
 
