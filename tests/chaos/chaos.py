@@ -3,9 +3,9 @@
     python tests/chaos/chaos.py [--kills 350] [--faults 150] [--seed 0] [--keep FOLDER]
 
 A nursery process that has loaded everything forks one child for each attempt at a run. A child is disturbed once, by
-one of `KILLS` (its process dies without a word) or of `FAULTS` (it may survive); then the run is taken up, disturbed again,
-and so on, the last time in peace. The last line is one JSON object with the counts; exit status 1 if a promise was
-broken, with the seed that shows it.
+one of `KILLS` (its process dies without a word) or of `FAULTS` (it may survive); then the run is taken up, disturbed
+again, and so on, the last time in peace. The last line is one JSON object with the counts; exit status 1 if a promise
+was broken, with the seed that shows it.
 """
 
 from __future__ import annotations
