@@ -12,12 +12,14 @@ import torch
 from nearpolicy.learner.step import PolicyLearner
 from nearpolicy.records import Batch, Row, StepReport
 from nearpolicy.roles import Weights
+from nearpolicy.waits import waiting
 
 
 class RoleThread:
     """One long-lived thread; `torch.set_num_threads` acts on the thread that calls it, so a role keeps its own."""
 
     def __init__(self, name: str, threads: int) -> None:
+        self._name = name
         self._pool = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix=name, initializer=_settle, initargs=(threads,)
         )
@@ -27,7 +29,9 @@ class RoleThread:
 
     async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run there, in the order of the calls."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._busy_with, function, *arguments)
+        what = getattr(function, "func", function).__name__
+        with waiting("the run", f"{what} on the thread of the {self._name}"):
+            return await asyncio.get_running_loop().run_in_executor(self._pool, self._busy_with, function, *arguments)
 
     def _busy_with(self, function: Callable[..., Any], *arguments: Any) -> Any:
         self.is_busy = True

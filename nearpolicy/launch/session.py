@@ -27,6 +27,7 @@ from nearpolicy.launch.progress import progress
 from nearpolicy.launch.resume import require_same_data, usable_checkpoints
 from nearpolicy.launch.rows import assembled, left_out
 from nearpolicy.launch.sizes import versions
+from nearpolicy.launch.watch import Watch
 from nearpolicy.launch.words import count, place
 from nearpolicy.machine import helpers_peak_memory_mb, peak_memory_mb
 from nearpolicy.records import Fate, Position, StepReport, VersionRecord
@@ -175,6 +176,14 @@ class Session:
             trace=Trace(self.folder.trace, config.telemetry.profile) if config.telemetry.profile else None,
         )
         closing.push(_unless_failed(self.telemetry.close))
+        self.watch = Watch(
+            self.folder.path,
+            last_events=self.telemetry.last_events,
+            say=self.say,
+            quiet_s=config.telemetry.quiet_s,
+        )
+        self.watch.start()
+        closing.callback(self.watch.close)
 
     def _leave_nothing(self, made: bool, kind: object, error: BaseException | None, trace: object) -> None:
         """A run that was stopped or refused before it began had nothing to record; a crash may have."""
@@ -525,6 +534,7 @@ class Session:
         metrics |= self.verifier.flip_rates() | self.monitors.jump(metrics)
         metrics |= {f"utilisation/{role}": seconds / metrics["time/step_s"] for role, seconds in busy.items()}
         self.telemetry.log_step(step, metrics)
+        self.watch.step = step + 1
         for alarm in self.monitors.observe(step, metrics):
             self.say(f"alarm: {alarm.text}" + ("; the run ends" if alarm.stop else ""))
             if alarm.stop:

@@ -21,6 +21,7 @@ from nearpolicy.records import Admission, Fate, Group, Position, Prompt
 from nearpolicy.roles import PromptSource, RunStore, Slot
 from nearpolicy.rollout_queue.config import hopeless_after
 from nearpolicy.rollout_queue.ledger import Ledger, State
+from nearpolicy.waits import waiting
 
 ENDED = "the run ended before a step used it"
 
@@ -155,7 +156,8 @@ class StalenessBoundedQueue:
 
     async def _next_prompt(self) -> tuple[int, Prompt] | None:
         """With its place in the data. Waits until it may be admitted; None if there is none at the moment."""
-        await self._until(lambda: self._no_more or (self._has_prompt and self._may_admit))
+        with waiting("a producer", "a free slot"):
+            await self._until(lambda: self._no_more or (self._has_prompt and self._may_admit))
         if self._no_more:
             return None
         if self._again:
@@ -237,15 +239,16 @@ class StalenessBoundedQueue:
         self._admit_again()
         try:
             async with asyncio.timeout(self._stall_timeout_s):
-                await self._until(
-                    lambda: (
-                        or_when()
-                        or self._ledger.batch(count) is not None
-                        or self._nothing_follows
-                        or self._is_hopeless
-                        or self._is_searched
+                with waiting("the learner", f"a batch of {count} groups"):
+                    await self._until(
+                        lambda: (
+                            or_when()
+                            or self._ledger.batch(count) is not None
+                            or self._nothing_follows
+                            or self._is_hopeless
+                            or self._is_searched
+                        )
                     )
-                )
         except TimeoutError:
             raise StandstillError(self._who_waits(count)) from None
 

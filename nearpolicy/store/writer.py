@@ -37,6 +37,7 @@ from nearpolicy.records import Admission, Batch, Event, Fate, Group, Rollout, Ro
 from nearpolicy.store.folder import RunFolder
 from nearpolicy.store.payload import decode_json, encode_arrays, encode_json, encode_segments, encode_text
 from nearpolicy.store.schema import APPLICATION_ID, CONSUMED, MIGRATIONS, SCHEMA, SCHEMA_VERSION, EvaluatedSample
+from nearpolicy.waits import waiting
 
 _MAX_PER_COMMIT = 512
 _FULL = 2
@@ -168,8 +169,9 @@ class SqliteStore:
         done = threading.Event()
         self._say(done)
         since = time.monotonic()
-        while not done.wait(0.1):
-            self._check(since)
+        with waiting("the run", "the store to commit"):
+            while not done.wait(0.1):
+                self._check(since)
         self._check()
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from nearpolicy.settings import ConfigModel
+from nearpolicy.settings import ConfigModel, Seconds
 from nearpolicy.telemetry.metrics import unknown_names
 
 
@@ -18,6 +18,9 @@ class TelemetryConfig(ConfigModel):
     profile: NonNegativeInt = 0
     """Write `trace.json` into the run folder: what each role did when during this many steps, every decode step and
     phase. Perfetto (ui.perfetto.dev) opens it. 0 writes none."""
+    quiet_s: Seconds = 120.0
+    """When no role has told of anything for so long, the run says who waits for whom; `nearpolicy why` says it at any
+    time."""
 
 
 class MonitorConfig(ConfigModel):
