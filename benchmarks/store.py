@@ -2,9 +2,9 @@
 
     python -m benchmarks.store [--quick] [--rollouts 1000000]
 
-Groups of 8 rollouts x 100 tokens with one verdict each, in WAL mode and ``synchronous = NORMAL``. Raw: the same rows, in
-bytes that are ready, by one thread that waits for each commit (single) or commits 64 groups at a time (batched). Ours:
-records in, through the writer's thread, with `flush` after each group or after 64. Both stores are read back and
+Groups of 8 rollouts x 100 tokens with one verdict each, in WAL mode and ``synchronous = NORMAL``. Raw: the same rows,
+in bytes that are ready, by one thread that waits for each commit (single) or commits 64 groups at a time (batched).
+Ours: records in, through the writer's thread, with `flush` after each group or after 64. Both stores are read back and
 compared first. Then a store of --rollouts rollouts is made (100,000 with --quick), opened, and asked what a resume and
 `nearpolicy inspect` ask. The last line is one JSON object.
 """

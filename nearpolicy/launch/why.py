@@ -102,10 +102,9 @@ def ended(run: Any) -> list[str]:
         if summary["ended"] == "finished":
             return lines
     else:
+        ready, under_way = count(len(found.ready), "group"), count(len(found.unfinished), "group")
         lines = [f"the run's process has died after {count(found.steps, 'step')}"]
-        lines.append(
-            f"{count(len(found.ready), 'group')} wait for a step, {count(len(found.unfinished), 'group')} were under way"
-        )
+        lines.append(f"{ready} wait for a step, {under_way} were under way")
     last: dict[str, Any] = {event.role: event for event in run.events()}
     lines += [f"  {role}: {event.kind} at {event.time:.1f} s" for role, event in sorted(last.items())]
     lines.append(f"go on with it: nearpolicy train --resume {run.folder.path}")
