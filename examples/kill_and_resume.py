@@ -18,7 +18,7 @@ from nearpolicy.store.reader import RunReader
 
 RECIPE = """\
 run: {steps: 8}
-model: {path: random:llama}
+model: {path: random:llama, init: {initializer_range: 0.15}}
 queue: {prompts_per_step: 4, max_staleness: 0}
 sampling: {num_generations: 4, max_completion_length: 8, max_prompt_length: 16}
 checkpoint: {every: 2}
@@ -27,9 +27,12 @@ tasks:
   - name: sums
     source: {kind: jsonl, path: rows.jsonl}
     prompt_column: question
-    answer_column: answer
     chat: false
-    rewards: [{kind: number}]
+    rewards: [{kind: function, path: reward.py:vowels}]
+"""
+REWARD = """\
+def vowels(completions, **_):
+    return [float(sum(letter in "aeiou" for letter in text)) for text in completions]
 """
 TRAIN = [sys.executable, "-m", "nearpolicy.launch.cli", "train"]
 
@@ -42,7 +45,8 @@ def fingerprints(run: Path) -> list[str]:
 def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        rows = [{"question": f"{a} + {b} =", "answer": str(a + b)} for a in range(10) for b in range(10)]
+        rows = [{"question": f"{a} + {b} ="} for a in range(10) for b in range(10)]
+        (folder / "reward.py").write_text(REWARD)
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (folder / "recipe.yaml").write_text(RECIPE)
         subprocess.run([*TRAIN, "recipe.yaml", "run.dir=whole"], cwd=folder, check=True)
