@@ -9,6 +9,7 @@ runs, and gains it nothing: what would be worth forging is not in this process. 
 
 from __future__ import annotations
 
+import _sitebuiltins
 import ast
 import atexit
 import builtins
@@ -45,10 +46,13 @@ def prepare() -> None:
     sys.stderr = io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)  # type: ignore[arg-type]
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     sys.argv = [PROGRAM]
+    for name in ("exit", "quit"):  # of the module `site`, which is not loaded
+        setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D"))
 
 
 def run(kind: str, program: bytes, **job: Any) -> int:
     """Exit status of a run of this kind."""
+    threading.main_thread()._set_native_id()  # type: ignore[attr-defined]  not the one of the process it is a copy of
     return _KINDS[kind](program, **job)
 
 
