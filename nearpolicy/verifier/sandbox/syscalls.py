@@ -174,9 +174,11 @@ def of_run(*, processes: bool, own_space: bool, only_signals_to: int | None = No
     may_clone = (_ANY_BIT, 0, 1, _CLONE_NAMESPACES) if processes else (_ANY_BIT, 1, 0, _CLONE_THREAD)
     code += _where(_CLONE[machine], [(_LOAD, 0, 0, _FIRST), may_clone, (_RETURN, 0, 0, _DENY), (_RETURN, 0, 0, _ALLOW)])
     code += _unless(_PRCTL[machine], _FIRST, _PRCTL_DENIED)
-    # Its limit of processor time stays as it is: who dies of a lower one looks like one that was felled from outside.
-    code += _unless(_SETRLIMIT[machine], _FIRST, (_RLIMIT_CPU,))
-    asked = [(_LOAD, 0, 0, _THIRD), (_EQUAL, 1, 0, 0), (_RETURN, 0, 0, _DENY), (_RETURN, 0, 0, _ALLOW)]
+    # Its limit of processor time stays as it is, whatever it is told: who dies of a lower one looks like one that was
+    # felled from outside.
+    own = [(_LOAD, 0, 0, _FIRST), (_EQUAL, 0, 1, _RLIMIT_CPU), (_RETURN, 0, 0, _PRETEND), (_RETURN, 0, 0, _ALLOW)]
+    code += _where(_SETRLIMIT[machine], own)
+    asked = [(_LOAD, 0, 0, _THIRD), (_EQUAL, 1, 0, 0), (_RETURN, 0, 0, _PRETEND), (_RETURN, 0, 0, _ALLOW)]
     of_time = [(_LOAD, 0, 0, _SECOND), (_EQUAL, 0, len(asked), _RLIMIT_CPU), *asked, (_RETURN, 0, 0, _ALLOW)]
     code += _where(_PRLIMIT[machine], of_time)
     if not processes:
