@@ -124,7 +124,7 @@ class Replay:
             if self.difference is not None:
                 return
             batch = self.run.batch(step)
-            batch = replace(batch, rows=assembled(self.config, batch.groups))
+            batch = replace(batch, rows=assembled(self.config, batch.groups, step))
             report = self.learner.step(batch)
             if self.compares:
                 self._compare_metrics(step, report)

@@ -30,6 +30,7 @@ METRICS: Mapping[str, str] = {
     "the greedy completion): they carry no signal",
     "reward/unscored": "rollouts of the batch that have no reward",
     "task/<task>/reward": "mean reward of the rollouts of one task",
+    "queue/slots": "slots that new admissions may hold: all, unless `queue.adaptive_slots` or a monitor takes some",
     "batch/groups": "groups the step consumed",
     "batch/failed_groups": "groups that were given up as failed since the step before",
     "batch/filtered_groups": "groups that were left out for their rewards since the step before",

@@ -40,7 +40,7 @@ CONTROL = 3
 NICENESS = 5
 """Runs give way to engine and learner."""
 _REPLACED = (signal.SIGHUP, signal.SIGTERM, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGUSR1,
-             signal.SIGUSR2, signal.SIGXCPU, signal.SIGPOLL, signal.SIGQUIT, signal.SIGXFSZ, signal.SIGPWR,
+             signal.SIGUSR2, signal.SIGXCPU, signal.SIGPOLL, signal.SIGQUIT, signal.SIGPWR,
              *range(signal.SIGRTMIN, signal.SIGRTMAX + 1))  # fmt: skip
 """Signals that end a process, but not process 1 of a namespace unless it asks for it."""
 _SHORT_S = 0.005
