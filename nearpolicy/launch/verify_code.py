@@ -158,7 +158,7 @@ async def _graded(
         url=settings.sandbox_url,
     )
     try:
-        grader = CodeGrader(sandbox, settings.packages)
+        grader = CodeGrader.of(sandbox, settings)
         return await grader.grade(text, task, limits, every_test=every_test), sandbox.isolation
     except CannotSplitError as error:
         raise DataError(f"{error}: such tests need --allow-weak-trust") from None

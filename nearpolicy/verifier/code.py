@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nearpolicy.records import Outcome, Verdict
-from nearpolicy.verifier.config import CodeLimits, CodeReward
+from nearpolicy.verifier.config import CodeLimits, CodeReward, VerifierConfig
 from nearpolicy.verifier.rewards import RowError, Sample
 from nearpolicy.verifier.sandbox import values
 from nearpolicy.verifier.sandbox.grading import (
@@ -190,10 +190,15 @@ class CodeGrader:
     """Judges samples of code tasks in one sandbox."""
 
     def __init__(self, sandbox: Sandbox, packages: tuple[str, ...], *, most_s: float | None = None) -> None:
-        """``most_s``: time that all runs of one program may take together."""
+        """``most_s``: time that all runs of one program may take together, those of the audit too."""
         self._sandbox = sandbox
         self._most_s = most_s
         self._mentions = re.compile(r"\b(?:" + "|".join(map(re.escape, packages)) + r")\b") if packages else None
+
+    @classmethod
+    def of(cls, sandbox: Sandbox, config: VerifierConfig) -> CodeGrader:
+        """As training has it. The deadline excuses a program: it has to rest on waiting, not on the program's time."""
+        return cls(sandbox, config.packages, most_s=config.deadline_s / 2)
 
     async def score(self, reward: CodeReward, sample: Sample) -> Verdict:
         try:
@@ -208,15 +213,25 @@ class CodeGrader:
             found = await self.grade(program, task, limits_of(reward.limits), every_test=reward.score == "share")
             if audit is None or found.verdict is not CodeVerdict.PASSED:
                 return verdict_of(found, reward.score)
-            second = await self.grade(program, audit, limits_of(reward.limits))
+            second = await self._audited(program, audit, limits_of(reward.limits), found)
         except CannotSplitError as error:
             return Verdict.failed(f"{error}: such a row needs `trust: together`")
         return verdict_of(found, reward.score, audit=second)
 
-    async def grade(self, program: str, task: CodeTask, limits: Limits, *, every_test: bool = False) -> Grade:
+    async def _audited(self, program: str, task: CodeTask, limits: Limits, first: Grade) -> Grade | None:
+        """In the time that the first tests have left; None if it was not enough."""
+        second = await self.grade(program, task, limits, spent_s=first.usage.wall_s)
+        if self._most_s is not None and first.usage.wall_s + second.usage.wall_s >= self._most_s:
+            return None if second.verdict is CodeVerdict.TIME_LIMIT else second
+        return second
+
+    async def grade(
+        self, program: str, task: CodeTask, limits: Limits, *, every_test: bool = False, spent_s: float = 0.0
+    ) -> Grade:
+        """``spent_s``: time that runs of the program have taken already."""
         return await grade(
             self._sandbox, program, task, limits, packages=self._needs_packages(program), every_test=every_test,
-            most_s=self._most_s,
+            most_s=None if self._most_s is None else self._most_s - spent_s,
         )  # fmt: skip
 
     def _needs_packages(self, program: str) -> bool:

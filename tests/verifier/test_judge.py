@@ -333,6 +333,7 @@ def test_the_budget_is_never_exceeded_and_its_end_is_told():
         asyncio.run(run(fake.url))
     assert 50 < len(fake.requests) <= 15.0 / 0.11
     assert "budget of 15" in str(end.value) and "failed on 51 of" in str(end.value)
+    assert "`nearpolicy calibrate`" in str(end.value) and "sandbox" not in str(end.value)
     [numbers] = [numbers for names, numbers in told if names == ("verifier", "budget")]
     assert numbers["budget"] == 15.0 and numbers["spent"] <= 15.0
 
