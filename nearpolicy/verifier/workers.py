@@ -187,7 +187,7 @@ class _Slot:
     async def close(self) -> None:
         self._closed = True
         self.starting.cancel()
-        with contextlib.suppress(asyncio.CancelledError, NearpolicyError):
+        with contextlib.suppress(asyncio.CancelledError, NearpolicyError, OSError):
             await (await self.starting).end()
 
 

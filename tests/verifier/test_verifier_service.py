@@ -291,6 +291,26 @@ def test_mistakes_in_the_set_up_are_refused_by_name():
         verdicts_of(lock=lambda completions: [float(lock.locked())])
 
 
+def test_what_cannot_be_closed_keeps_none_of_the_others_open():
+    closed = []
+
+    class Part:
+        def __init__(self, name):
+            self.name = name
+
+        async def close(self):
+            closed.append(self.name)
+            raise OSError(self.name)
+
+    service = VerifierService({"t": [NumberReward()]}, VerifierConfig())
+    service._pool, service._sandbox = Part("pool"), Part("sandbox")
+    service._learned._servers = {name: Part(name) for name in ("model", "another")}
+    service._learned._endpoints = {"endpoint": Part("endpoint")}
+    with pytest.raises(OSError):
+        asyncio.run(service.close())
+    assert sorted(closed) == ["another", "endpoint", "model", "pool", "sandbox"]
+
+
 def test_use_before_start_and_unknown_tasks_are_errors():
     service = VerifierService({"t": [RegexReward(pattern="a")]}, VerifierConfig())
     with pytest.raises(NearpolicyError, match="has not been started"):

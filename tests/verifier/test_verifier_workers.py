@@ -21,7 +21,7 @@ from nearpolicy.verifier.config import FunctionReward, MathVerifyReward, RegexRe
 from nearpolicy.verifier.functions import RewardFunctionError
 from nearpolicy.verifier.rewards import Sample
 from nearpolicy.verifier.service import VerifierService
-from nearpolicy.verifier.workers import HOPELESS_CALLS, judge
+from nearpolicy.verifier.workers import HOPELESS_CALLS, WorkerPool, WorkerProcess, judge
 
 SUBMISSION = Sample(text="submission", columns={}, completion_ids=[], task="t")
 CONTROL = Sample(text="control", columns={}, completion_ids=[], task="t")
@@ -360,6 +360,22 @@ def test_close_leaves_no_process_and_wakes_every_waiter():
     assert all(v.outcome is Outcome.FAILED and "closed" in v.reason for v in verdicts)
     assert gone(pids, within_s=0.1) and time.monotonic() - began < 20
     assert subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "worker_main"], capture_output=True).stdout == b""
+
+
+def test_a_worker_that_could_not_be_replaced_is_nothing_to_close(monkeypatch):
+    async def none_left(*_):
+        raise OSError("too many open files")
+
+    async def run():
+        pool = WorkerPool({}, workers=1, timeout_s=5, retries=0)
+        await pool.start()
+        [slot] = pool._slots
+        monkeypatch.setattr(WorkerProcess, "start", none_left)
+        slot._replace(slot.starting.result())
+        await asyncio.wait([slot.starting])
+        await pool.close()
+
+    asyncio.run(run())
 
 
 def test_cancelled_call_frees_its_worker():

@@ -8,6 +8,7 @@ What is missing is refused here, before the first completion: a key, an endpoint
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -55,10 +56,9 @@ class LearnedScorers:
                 raise ConfigError(f"reward {key!r}: {error}") from None
 
     async def close(self) -> None:
-        for endpoint in self._endpoints.values():
-            await endpoint.close()
-        for server in self._servers.values():
-            await server.close()
+        async with contextlib.AsyncExitStack() as ending:
+            for each in (*self._servers.values(), *self._endpoints.values()):
+                ending.push_async_callback(each.close)
 
     async def score(self, key: str, sample: Sample) -> Verdict:
         if key not in self._scorers:
