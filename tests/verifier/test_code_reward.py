@@ -174,7 +174,14 @@ def test_a_row_that_cannot_be_split_fails_and_the_weaker_trust_is_chosen_twice()
     assert found.value == 1.0
 
 
-class Broken:
+class Fake:
+    """A sandbox that needs no end."""
+
+    async def close(self):
+        pass
+
+
+class Broken(Fake):
     """A sandbox that runs nothing from the ``after``-th run on."""
 
     def __init__(self, after: int = 0) -> None:
@@ -229,7 +236,7 @@ def test_a_verdict_that_was_known_is_not_looked_at_a_second_time(monkeypatch):
 
 
 def test_waiting_is_within_the_deadline_too(monkeypatch):
-    class Slow:
+    class Slow(Fake):
         async def run(self, run, on_frame=None):
             await asyncio.sleep(30)
 
@@ -247,7 +254,7 @@ def test_time_that_a_program_sleeps_through_is_its_own_and_not_the_deadlines():
     assert found.outcome is Outcome.SCORED and found.reason.startswith("time_limit")
 
 
-class Sleepy:
+class Sleepy(Fake):
     """A sandbox in which every program is right and sleeps ``each_s``; only told, so that nobody waits for it."""
 
     def __init__(self, each_s: float) -> None:

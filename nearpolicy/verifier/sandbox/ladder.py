@@ -37,9 +37,7 @@ class Opened:
         return await self.sandbox.run(run, on_frame)
 
     async def close(self) -> None:
-        close = getattr(self.sandbox, "close", None)
-        if close is not None:
-            await close()
+        await self.sandbox.close()
 
 
 async def opened(
