@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -19,9 +20,10 @@ from nearpolicy.errors import VerifierError
 from nearpolicy.records import Outcome, Prompt, Rollout
 from nearpolicy.verifier.config import FunctionReward, MathVerifyReward, RegexReward, VerifierConfig
 from nearpolicy.verifier.functions import RewardFunctionError
+from nearpolicy.verifier.messages import frame
 from nearpolicy.verifier.rewards import Sample
 from nearpolicy.verifier.service import VerifierService
-from nearpolicy.verifier.workers import HOPELESS_CALLS, WorkerPool, WorkerProcess, judge
+from nearpolicy.verifier.workers import HOPELESS_CALLS, WorkerDied, WorkerPool, WorkerProcess, judge
 
 SUBMISSION = Sample(text="submission", columns={}, completion_ids=[], task="t")
 CONTROL = Sample(text="control", columns={}, completion_ids=[], task="t")
@@ -289,6 +291,32 @@ def test_function_that_always_kills_its_worker_fails_after_bounded_retries(tmp_p
     verdict = asyncio.run(run())
     assert verdict.outcome is Outcome.FAILED and "exited with status 3 (3 attempts)" in verdict.reason
     assert log.read_text() == "xxx"
+
+
+def test_function_that_ends_its_worker_by_a_signal_without_a_name_fails():
+    def deadly(completions):
+        os.kill(os.getpid(), 40)
+
+    async def run():
+        async with verifying(function("deadly"), functions={"here:deadly": deadly}, retries=0) as service:
+            return (await score(service, "a"))["deadly"]
+
+    verdict = asyncio.run(run())
+    assert verdict.outcome is Outcome.FAILED and "was killed by signal 40" in verdict.reason
+
+
+@pytest.mark.parametrize("answer", [b"[" * 100_000, b"garbage", b"\xff"])
+def test_answer_that_cannot_be_read_is_told_as_such_and_ends_the_worker(answer):
+    async def run():
+        ours, theirs = socket.socketpair()
+        with theirs, subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
+            worker = WorkerProcess(process, *await asyncio.open_unix_connection(sock=ours))
+            await asyncio.to_thread(theirs.sendall, frame(answer))
+            with pytest.raises(WorkerDied, match="gave an answer that is no JSON"):
+                await worker.exchange(b"")
+            assert process.returncode == -signal.SIGKILL
+
+    asyncio.run(run())
 
 
 def test_worker_that_died_while_idle_costs_no_attempt():

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import enum
 import re
-import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from nearpolicy.machine import signal_name
 from nearpolicy.verifier.sandbox import values
 from nearpolicy.verifier.sandbox.comparison import same_text, same_value
 from nearpolicy.verifier.sandbox.harness import LENGTH, is_exception
@@ -311,10 +311,7 @@ def _status(status: int, last_line: bytes) -> str:
     if status >= 0:
         raised = re.match(rb"[A-Za-z_][A-Za-z0-9_.]{0,60}(?=:|$)", last_line)
         return f"exit status {status}" + (f", {raised[0].decode()}" if raised and status == 1 else "")
-    try:
-        return f"signal {signal.Signals(-status).name}"
-    except ValueError:
-        return f"signal {-status}"
+    return f"signal {signal_name(-status)}"
 
 
 def called(ended: Ended, limits: Limits, *, may_raise: bool = False) -> tuple[_Graded | None, dict[str, Any]]:
