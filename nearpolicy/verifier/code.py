@@ -15,7 +15,7 @@ from typing import Any
 
 from nearpolicy.records import Outcome, Verdict
 from nearpolicy.verifier.config import CodeLimits, CodeReward, VerifierConfig
-from nearpolicy.verifier.rewards import RowError, Sample
+from nearpolicy.verifier.rewards import RowError, Sample, brief, column_of
 from nearpolicy.verifier.sandbox import values
 from nearpolicy.verifier.sandbox.grading import (
     CallTest,
@@ -84,7 +84,7 @@ def task_of(tests: Any, *, kind: str | None = None, entry: str | None = None, se
     if isinstance(tests, str):
         tests = [tests]
     if not isinstance(tests, list | tuple) or not tests:
-        raise RowError(f"tests are a list of at least one, not {_brief(tests)}")
+        raise RowError(f"tests are a list of at least one, not {brief(tests)}")
     forms = {_form(test) for test in tests}
     if len(forms) != 1 or (kind is not None and forms != {kind}):
         wanted = f"not {kind}" if kind else "and all must be of a kind"
@@ -93,9 +93,9 @@ def task_of(tests: Any, *, kind: str | None = None, entry: str | None = None, se
     if form == "function" and not entry:
         raise RowError("tests that call a function need its name, in `entry`")
     if form != "stdin" and entry and not _is_path(entry):
-        raise RowError(f"`entry` is the name of a function, or Class.method, not {_brief(entry)}")
+        raise RowError(f"`entry` is the name of a function, or Class.method, not {brief(entry)}")
     if not isinstance(setup, str):
-        raise RowError(f"the code before the tests is text, not {_brief(setup)}")
+        raise RowError(f"the code before the tests is text, not {brief(setup)}")
     try:
         return CodeTask(tests=tuple(map(_MAKE[form], tests)), entry=entry or None, setup=setup, **more)
     except (ValueError, TypeError, AttributeError, values.NotPlain) as error:
@@ -124,23 +124,23 @@ def _form(test: Any) -> str:
         return "stdin"
     if isinstance(test, Mapping) and "result" in test and test.keys() <= {"args", "kwargs", "result"}:
         return "function"
-    raise RowError(f"a test is {{stdin, stdout}}, {{args, result}} or text of test code, not {_brief(test)}")
+    raise RowError(f"a test is {{stdin, stdout}}, {{args, result}} or text of test code, not {brief(test)}")
 
 
 def _stdin_test(test: Mapping[str, Any]) -> StdinTest:
     stdin, stdout = test.get("stdin", ""), test["stdout"]
     if not isinstance(stdin, str) or not isinstance(stdout, str):
-        raise RowError(f"stdin and stdout of a test are text, not {_brief(test)}")
+        raise RowError(f"stdin and stdout of a test are text, not {brief(test)}")
     return StdinTest(stdin=stdin, stdout=stdout)
 
 
 def _call_test(test: Mapping[str, Any]) -> CallTest:
     args, kwargs = test.get("args", []), test.get("kwargs", {})
     if not isinstance(args, list) or not isinstance(kwargs, dict):
-        raise RowError(f"args of a test are a list and kwargs an object, not {_brief(test)}")
+        raise RowError(f"args of a test are a list and kwargs an object, not {brief(test)}")
     made = CallTest(args=tuple(values.decode(args)), kwargs=values.decode(kwargs), result=values.decode(test["result"]))
     if not isinstance(made.kwargs, dict) or not all(isinstance(name, str) for name in made.kwargs):
-        raise RowError(f"kwargs of a test are an object, not {_brief(test)}")
+        raise RowError(f"kwargs of a test are an object, not {brief(test)}")
     values.dumps({"args": list(made.args), "kwargs": made.kwargs, "result": made.result})  # if these can be called with
     return made
 
@@ -148,17 +148,10 @@ def _call_test(test: Mapping[str, Any]) -> CallTest:
 _MAKE: Mapping[str, Any] = {"stdin": _stdin_test, "function": _call_test, "tests": lambda test: test}
 
 
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
 def row_task(reward: CodeReward, columns: Mapping[str, Any], column: str | None = None) -> CodeTask:
     """The tests of a row, or those of another ``column``; `RowError` if the row is at fault."""
     name = column or reward.tests_column
-    tests = columns.get(name)
-    if tests is None:
-        raise RowError(f"the column {name!r} is {'empty' if name in columns else 'missing'} in this row")
+    tests = column_of(name, columns)
     entry = columns.get(reward.entry_column) if reward.entry_column else reward.entry
     setup = columns.get(reward.setup_column) if reward.setup_column else ""
     command = {"command": reward.command, "file": reward.file} if reward.command else {}

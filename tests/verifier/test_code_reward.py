@@ -108,6 +108,13 @@ def test_a_row_that_no_program_could_be_called_with_is_at_fault(change, words):
         row_task(CodeReward(entry_column="name", setup_column="before"), columns)
 
 
+def test_an_audit_that_no_program_could_be_put_to_is_told_before_the_run_too():
+    """K47."""
+    reward, rows = CodeReward(entry="add", audit_column="more"), [{"tests": CALLS, "more": CALLS}]
+    rows += [{"tests": CALLS, "more": [5]}]
+    assert [(place, column) for place, column, _ in unfit(reward, rows)] == [(1, "more")]
+
+
 def test_tests_may_be_json_text():
     reward = CodeReward(entry_column="name", setup_column="before")
     task = row_task(reward, {"tests": json.dumps(CALLS), "name": "add", "before": None})
@@ -323,6 +330,7 @@ def _raises(completions):
         ({"isolation": "remote"}, "sandbox_url"),
         ({"sandbox_url": "http://x"}, "sandbox_url"),
         ({"isolation": "docker"}, "isolation"),
+        ({"isolation": "remote", "sandbox_url": "http://x", "packages": ["sympy"]}, "packages has no effect"),
     ],
 )
 def test_unsafe_and_contradictory_settings_are_refused(settings, words):
@@ -337,6 +345,7 @@ def test_unsafe_and_contradictory_settings_are_refused(settings, words):
         ({"command": ["sh", "x"]}, "limits.processes"),
         ({"limits": {"cpu_s": 0}}, "cpu_s"),
         ({"file": "../x"}, "file"),
+        ({"file": "main.sh"}, "for `command`, which is not set"),
     ],
 )
 def test_rewards_that_contradict_themselves_are_refused(settings, words):
