@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import sys
 import threading
@@ -11,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+from scoring import score, verifying
 
 from nearpolicy.errors import ConfigError, NearpolicyError
 from nearpolicy.records import Finish, Outcome, Prompt, Rollout, Segment, Verdict
@@ -24,21 +24,6 @@ from nearpolicy.verifier.config import (
 )
 from nearpolicy.verifier.functions import RewardFunctionError
 from nearpolicy.verifier.service import VerifierService
-
-
-@contextlib.asynccontextmanager
-async def verifying(*rewards, functions=None, on_event=lambda *a, **k: None, **config):
-    service = VerifierService({"t": rewards}, VerifierConfig(**config), at_hand=functions, on_event=on_event)
-    await service.start()
-    try:
-        yield service
-    finally:
-        await service.close()
-
-
-async def score(service, text, sample=0, **columns):
-    prompt = Prompt(id="p", task="t", text="q", columns=columns)
-    return await service.score(prompt, Rollout(sample=sample, segments=(), text=text, numerics="exact"))
 
 
 def functions_at_hand(**functions):

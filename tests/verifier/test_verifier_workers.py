@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import re
 import signal
@@ -15,14 +14,14 @@ import time
 from pathlib import Path
 
 import pytest
+from scoring import score, verifying
 
 from nearpolicy.errors import VerifierError
-from nearpolicy.records import Outcome, Prompt, Rollout
-from nearpolicy.verifier.config import FunctionReward, MathVerifyReward, RegexReward, VerifierConfig
+from nearpolicy.records import Outcome
+from nearpolicy.verifier.config import FunctionReward, MathVerifyReward, RegexReward
 from nearpolicy.verifier.functions import RewardFunctionError
 from nearpolicy.verifier.messages import frame
 from nearpolicy.verifier.rewards import Sample
-from nearpolicy.verifier.service import VerifierService
 from nearpolicy.verifier.workers import HOPELESS_CALLS, WorkerDied, WorkerPool, WorkerProcess, judge
 
 SUBMISSION = Sample(text="submission", columns={}, completion_ids=[], task="t")
@@ -46,22 +45,6 @@ def after_time_limit(check, controls=(CONTROL,), another=None):
         return another if sample is ANOTHER else check
 
     return asyncio.run(judge(ask, SUBMISSION, controls))
-
-
-@contextlib.asynccontextmanager
-async def verifying(*rewards, functions=None, on_event=lambda *a, **k: None, **config):
-    service = VerifierService({"t": rewards}, VerifierConfig(**config), at_hand=functions, on_event=on_event)
-    await service.start()
-    try:
-        yield service
-    finally:
-        await service.close()
-
-
-async def score(service, text, sample=0, **columns):
-    prompt = Prompt(id="p", task="t", text="q", columns=columns)
-    verdicts = await service.score(prompt, Rollout(sample=sample, segments=(), text=text, numerics="exact"))
-    return verdicts
 
 
 def function(name, **fields):

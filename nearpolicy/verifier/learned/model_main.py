@@ -124,6 +124,8 @@ class HeadScorer(Scorer):
         outputs, label = self._head.num_outputs, setup["label"]
         if label >= outputs:
             raise ModelError(f"label is {label}, but the head has the outputs 0 to {outputs - 1}")
+        if setup["activation"] == "softmax" and outputs == 1:
+            raise ModelError("activation is softmax, which is always 1 for the one output of this head; use sigmoid")
         self._activation = setup["activation"] or ("none" if outputs == 1 else "softmax")
         self._chat = bool(self.tokenizer.chat_template) if setup["chat"] is None else setup["chat"]
         if self._chat and not self.tokenizer.chat_template:

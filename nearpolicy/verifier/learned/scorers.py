@@ -88,16 +88,16 @@ class LearnedScorers:
         name = config.endpoint.model_dump_json()
         if name not in self._endpoints:
             endpoint = Endpoint.of(config.endpoint)
-            await endpoint.open()
+            endpoint.open()
             self._endpoints[name] = endpoint
         panel = RemotePanel(config, self._endpoints[name])
         await panel.probe()
         return panel
 
     async def _server(self, setup: Mapping[str, Any], reward: RewardModelReward | None = None) -> ModelServer:
-        name = json.dumps(setup, sort_keys=True)
+        batching = {key: getattr(reward, key, default) for key, default in _JUDGE_BATCHING.items()}
+        name = json.dumps([setup, batching], sort_keys=True)
         if name not in self._servers:
-            batching = {key: getattr(reward, key, default) for key, default in _JUDGE_BATCHING.items()}
             server = ModelServer(setup, name=f"the model {setup['path']!r}", **batching)
             await server.start()
             self._servers[name] = server

@@ -36,10 +36,10 @@ CLOCK_REALTIME_COARSE = 5
 
 MACHINE = platform.machine()
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}.get(MACHINE, -1)
-_PIDFD_OPEN, _CLONE3, _CLOSE_RANGE, _MOUNT_SETATTR = 434, 435, 436, 442
+_CLONE3, _CLOSE_RANGE, _MOUNT_SETATTR = 435, 436, 442
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 
-_AT_FDCWD, _AT_RECURSIVE, _AT_EMPTY_PATH = -100, 0x8000, 0x1000
+_AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 
 _libc = ctypes.CDLL(None, use_errno=True)
 # Without releasing the lock of the interpreter: the copy of this process must find it held by its only thread.
@@ -131,8 +131,8 @@ def prctl(option: int, value: int = 0) -> None:
 def filtering(program: ctypes.Structure) -> Call:
     """Apply a filter of system calls, for good. Needs `PR_SET_NO_NEW_PRIVS` first."""
     return Call(
-        "seccomp", _libc.prctl, ctypes.c_int(PR_SET_SECCOMP), ctypes.c_ulong(SECCOMP_MODE_FILTER), ctypes.byref(program),
-        ctypes.c_ulong(0), ctypes.c_ulong(0),
+        "seccomp", _libc.prctl, ctypes.c_int(PR_SET_SECCOMP), ctypes.c_ulong(SECCOMP_MODE_FILTER),
+        ctypes.byref(program), ctypes.c_ulong(0), ctypes.c_ulong(0),
     )  # fmt: skip
 
 
@@ -158,14 +158,12 @@ def bound_capabilities() -> None:
             continue
 
 
-def drop_capabilities(kept: int = 0) -> None:
-    """All but those of the mask ``kept``, for good."""
-    dropping(kept)()
-
-
 def dropping(kept: int) -> Call:
+    """All capabilities but those of the mask ``kept``, for good."""
     header = ctypes.create_string_buffer(struct.pack("Ii", 0x20080522, 0))
-    return Call("capset", _libc.capset, header, ctypes.create_string_buffer(struct.pack("IIIIII", kept, kept, 0, 0, 0, 0)))
+    return Call(
+        "capset", _libc.capset, header, ctypes.create_string_buffer(struct.pack("IIIIII", kept, kept, 0, 0, 0, 0))
+    )
 
 
 # Landlock
