@@ -110,6 +110,14 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
+def signal_name(number: int) -> str:
+    """``SIGKILL`` and so on; real-time signals have numbers only."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)
+
+
 def peak_memory_mb() -> float:
     """Largest resident size of this process so far, in MiB."""
     import resource

@@ -194,7 +194,7 @@ class Verdict:
             raise ValueError(f"a verdict that is {self.outcome.value} cannot carry the value {self.value!r}")
 
     @classmethod
-    def scored(cls, value: float, **parts: float) -> Verdict:
+    def scored(cls, value: float, /, **parts: float) -> Verdict:
         return cls(outcome=Outcome.SCORED, value=float(value), parts=MappingProxyType(parts) if parts else _EMPTY)
 
     @classmethod

@@ -252,7 +252,7 @@ class World:
         return False
 
     def _check(self) -> None:
-        queued = self.queue.num_waiting
+        queued = len(self.queue._groups)
         expired = self.expired_count - self.expired_running
         assert self.filled_count + self.failed_count == self.consumed_count + queued + self.queue.num_failed + expired
         held = self.running - len(self.given_up) + self.expired_running + queued + self.unpublished_groups
@@ -472,7 +472,7 @@ def test_weights_are_published_at_the_end_also_when_the_run_ends_between_publica
     assert aborted == set(world.endings) - {index for batch in world.batches for index in batch}
     assert world.stopped and world.endings == Counter(world.admitted_indices)  # those still running have an ending too
     assert bool(aborted) == (ending == "somebody stops the run")
-    assert world.queue.num_waiting == 0
+    assert len(world.queue._groups) == 0
 
 
 def test_a_run_that_goes_on_starts_at_the_step_it_is_told():

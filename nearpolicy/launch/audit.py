@@ -23,11 +23,6 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines instead of panels.")] = False,
 ) -> None:
     """Rank rewarded completions by signs that they did not earn it."""
-    audit(run, limit=limit, as_json=as_json)
-
-
-def audit(run: Path, *, limit: int = 10, as_json: bool = False) -> None:
-    """Print the most suspicious completions of a run, and the JSON of the whole."""
     from nearpolicy.store.reader import RunReader
     from nearpolicy.telemetry.suspicion import overview, suspects
 

@@ -17,9 +17,11 @@ import typer
 
 from nearpolicy.errors import ConfigError, UserError
 from nearpolicy.launch.progress import progress
+from nearpolicy.launch.verify import reward_of
 from nearpolicy.visible import visible
 
 if TYPE_CHECKING:
+    from nearpolicy.config import RunConfig
     from nearpolicy.evaluate.agreement import Estimate
     from nearpolicy.launch.calibrate_data import Labelled
     from nearpolicy.launch.calibrate_measure import AttackResult, Judging
@@ -48,7 +50,9 @@ def command(
     data: Annotated[
         Path, typer.Argument(help="Labelled pairs or answers: JSON or JSON lines, perhaps .gz.", show_default=False)
     ],
-    name: Annotated[str | None, typer.Option(help="Which reward of a recipe.", show_default=False)] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Which reward of a recipe: its name, or task/name.", show_default=False)
+    ] = None,
     limit: Annotated[int | None, typer.Option(help="Use so many rows, drawn at random.", min=1)] = None,
     attacks: Annotated[int, typer.Option(help="Wrong answers that every attack is tried on; 0: none.", min=0)] = 20,
     tie: Annotated[float, typer.Option(help="Scores that differ by no more are alike.", min=0)] = 0.0,
@@ -79,28 +83,26 @@ def reward_in(path: Path, name: str | None) -> tuple[RewardConfig, VerifierConfi
     given = parse_mapping(read_yaml(path, "a reward", "name a YAML file with a reward or a recipe"), str(path))
     if "tasks" in given:
         config = load_recipe(path)
-        rewards = {reward.source: reward for task in config.tasks for reward in task.rewards}
+        rewards = _rewards_of(config)
         if name is None and len(rewards) > 1:
             raise ConfigError(f"{path} has the rewards {', '.join(rewards)}; choose one with --name")
         chosen = name or next(iter(rewards))
         if chosen not in rewards:
-            raise ConfigError(f"{path} has no reward {chosen!r}, only {', '.join(rewards)}")
+            raise ConfigError(f"{path} has no reward {chosen!r}, only {', '.join(rewards)}; correct --name")
         return rewards[chosen], config.verifier
     if name is not None:
         raise ConfigError(f"--name {name}: {path} holds one reward and no recipe")
-    return _reward(given, path), VerifierConfig()
+    return reward_of(given, lambda place: f"{path}: {place or 'kind'}"), VerifierConfig()
 
 
-def _reward(given: Mapping[str, Any], path: Path) -> RewardConfig:
-    from pydantic import TypeAdapter, ValidationError
-
-    from nearpolicy.verifier.config import RewardConfig
-
-    try:
-        return TypeAdapter(RewardConfig).validate_json(json.dumps(given, default=str), strict=True)
-    except ValidationError as error:
-        places = [(".".join(map(str, each["loc"][1:])) or "kind", each["msg"]) for each in error.errors()]
-        raise ConfigError("\n".join(f"{path}: {place}: {what}" for place, what in places)) from None
+def _rewards_of(config: RunConfig) -> dict[str, RewardConfig]:
+    """The rewards of a recipe by source, or by ``task/source`` where tasks have different ones of a name."""
+    found: dict[str, RewardConfig] = {}
+    every = [(task.name, reward) for task in config.tasks for reward in task.rewards]
+    for task, reward in every:
+        alike = all(other == reward for _, other in every if other.source == reward.source)
+        found[reward.source if alike else f"{task}/{reward.source}"] = reward
+    return found
 
 
 def _against(reward: RewardConfig) -> str | None:
@@ -192,7 +194,7 @@ def _as_data(
             }
             for each in results
         },
-        "largest_shift": by_kind(judging, results),
+        "largest_shift": by_kind(results),
     }
 
 

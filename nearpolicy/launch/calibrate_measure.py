@@ -264,7 +264,7 @@ def _result(
     )
 
 
-def by_kind(judging: Judging, results: Sequence[AttackResult]) -> dict[str, float]:
+def by_kind(results: Sequence[AttackResult]) -> dict[str, float]:
     """The largest mean shift of each kind: who attacks uses the best that works."""
     found: dict[str, float] = {}
     for result in results:

@@ -8,14 +8,19 @@ import platform
 import statistics
 import time
 from collections.abc import Iterator
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from nearpolicy.launch.words import section
 from nearpolicy.visible import visible
 
+if TYPE_CHECKING:
+    from nearpolicy.verifier.sandbox.ladder import Opened
+
 Lines = Iterator[tuple[str, str]]
+RUNS = 20
+"""That are timed."""
 _ISOLATIONS = {
     "namespaces": "namespaces of the kernel and all of landlock; may write files",
     "landlock": "Landlock, a filter of system calls, limits; no writable folder",
@@ -53,7 +58,6 @@ def _machine() -> Lines:
 
 async def _isolation(packages: list[str]) -> list[tuple[str, str]]:
     from nearpolicy.verifier.sandbox.ladder import LADDER, attacked
-    from nearpolicy.verifier.sandbox.runs import Run
 
     lines, chosen = [], None
     for name, what in _ISOLATIONS.items():
@@ -63,12 +67,13 @@ async def _isolation(packages: list[str]) -> list[tuple[str, str]]:
             lines.append((name, visible(f"not to be had: {found}; {_REMEDIES[name]}")))
             continue
         ready = time.perf_counter() - begin
-        seconds = []
-        for _ in range(20):
-            begin = time.perf_counter()
-            await found.run(Run(kind="program", program=b"pass"))
-            seconds.append(time.perf_counter() - begin)
-        await found.close()
+        try:
+            seconds = await _timed(found)
+        finally:
+            await found.close()
+        if isinstance(seconds, str):
+            lines.append((name, visible(f"FAILS: a program cannot be run: {seconds}")))
+            continue
         if found.escapes:
             lines.append((name, f"FAILS: a program {', '.join(found.escapes)}"))
             continue
@@ -77,3 +82,17 @@ async def _isolation(packages: list[str]) -> list[tuple[str, str]]:
         lines.append((name, f"withstands; ready in {ready:.2f} s, {median:.1f} ms a run; {what}"))
     none = "none: rewards of the kind code are refused, unless isolation is none or remote"
     return [*lines, ("auto takes", chosen or none)]
+
+
+async def _timed(opened: Opened) -> list[float] | str:
+    """The seconds of some runs; or why one of them failed."""
+    from nearpolicy.verifier.sandbox.runs import Run
+
+    seconds = []
+    for _ in range(RUNS):
+        begin = time.perf_counter()
+        ended = await opened.run(Run(kind="program", program=b"pass"))
+        if ended.failure is not None or ended.status != 0 or ended.stopped is not None:
+            return ended.failure or ended.stopped or f"status {ended.status}"
+        seconds.append(time.perf_counter() - begin)
+    return seconds

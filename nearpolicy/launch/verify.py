@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,10 +41,7 @@ TimeLimit = Annotated[float, typer.Option("--timeout-s", help="As verifier.timeo
 
 def reward_from(kind: str, settings: Sequence[str]) -> RewardConfig:
     """The reward of a kind with settings ``key=value``; `ConfigError` names what is wrong with them."""
-    from pydantic import TypeAdapter, ValidationError
-
     from nearpolicy.config import parse_value
-    from nearpolicy.verifier.config import RewardConfig
 
     given: dict[str, Any] = {}
     for setting in settings:
@@ -52,17 +49,26 @@ def reward_from(kind: str, settings: Sequence[str]) -> RewardConfig:
         if not equals or not name.strip():
             raise ConfigError(f"{setting}: write a setting of the reward as key=value")
         given[name.strip()] = parse_value(value, f"setting {setting}")
+    return reward_of({**given, "kind": kind}, lambda place: f"setting {place} of the reward {kind}")
+
+
+def reward_of(given: Mapping[str, Any], where: Callable[[str], str]) -> RewardConfig:
+    """The reward that a mapping describes; `ConfigError` with a line for each fault. ``where``: what to call a place in
+    it, ``a.b``."""
+    from pydantic import TypeAdapter, ValidationError
+
+    from nearpolicy.verifier.config import RewardConfig
+
     try:
-        text = json.dumps({**given, "kind": kind}, default=str)
-        return TypeAdapter(RewardConfig).validate_json(text, strict=True)
+        return TypeAdapter(RewardConfig).validate_json(json.dumps(given, default=str), strict=True)
     except ValidationError as error:
-        raise ConfigError("\n".join(_problem(kind, problem) for problem in error.errors())) from None
+        problems = [(where(".".join(map(str, each["loc"][1:]))), _problem(each)) for each in error.errors()]
+        raise ConfigError("\n".join(f"{place}: {what}" for place, what in problems)) from None
 
 
-def _problem(kind: str, problem: Any) -> str:
+def _problem(problem: Any) -> str:
     unknown = problem["type"] == "extra_forbidden"
-    what = "there is no such setting; docs/recipe-reference.md lists them" if unknown else problem["msg"]
-    return f"setting {'.'.join(map(str, problem['loc'][1:]))} of the reward {kind}: {what}"
+    return "there is no such setting; docs/recipe-reference.md lists them" if unknown else problem["msg"]
 
 
 def judged(reward: RewardConfig, text: str, columns: Mapping[str, Any], *, timeout_s: float) -> Verdict:
@@ -99,6 +105,13 @@ def show(verdict: Verdict) -> None:
 
 
 # What is given as text, as a file, or through a pipe
+
+
+def json_or_file(given: str, option: str) -> tuple[str, str]:
+    """(the text, what to call its place) of an option that is JSON or names a file with it."""
+    if given.lstrip().startswith(("{", "[")):
+        return given, option
+    return contents_of(given, option), f"{option} {given}"
 
 
 def text_of(name: str, text: str | None, file: str | None) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nearpolicy.errors import ConfigError, DataError, UserError
-from nearpolicy.launch.verify import contents_of
+from nearpolicy.launch.verify import contents_of, json_or_file
 from nearpolicy.visible import visible
 
 if TYPE_CHECKING:
@@ -74,9 +74,8 @@ def _asked(program: str | None, tests: str | None, case: str | None) -> tuple[st
         return text, _header(text, case)
     if program is None or tests is None:
         raise UserError("give a program and --tests TESTS, or --case FILE")
-    inline = tests.lstrip().startswith(("{", "["))
-    where = "--tests" if inline else f"--tests {tests}"
-    data = _json(tests if inline else contents_of(tests, "--tests"), where)
+    found, where = json_or_file(tests, "--tests")
+    data = _json(found, where)
     asked = data if isinstance(data, dict) else {"tests": data}
     unknown = asked.keys() - {"tests", "kind", "entry", "setup", "limits"}
     if unknown or "tests" not in asked:
@@ -158,7 +157,7 @@ async def _graded(
         url=settings.sandbox_url,
     )
     try:
-        grader = CodeGrader(sandbox, settings.packages)
+        grader = CodeGrader.of(sandbox, settings)
         return await grader.grade(text, task, limits, every_test=every_test), sandbox.isolation
     except CannotSplitError as error:
         raise DataError(f"{error}: such tests need --allow-weak-trust") from None

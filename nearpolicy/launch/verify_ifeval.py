@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from nearpolicy.errors import DataError
-from nearpolicy.launch.verify import Settings, TimeLimit, contents_of, judged, reward_from, show, text_of
+from nearpolicy.launch.verify import Settings, TimeLimit, json_or_file, judged, reward_from, show, text_of
 
 
 def command(
@@ -38,9 +38,8 @@ def command(
 
 def _instructions(given: str, row: int | None, names: tuple[str, str]) -> dict[str, Any]:
     """The two columns that the reward reads, under their ``names``."""
-    inline = given.lstrip().startswith(("{", "["))
-    where = "--instructions" if inline else f"--instructions {given}"
-    data = _parsed(given if inline else contents_of(given, "--instructions"), row, where)
+    text, where = json_or_file(given, "--instructions")
+    data = _parsed(text, row, where)
     if isinstance(data, Mapping) and names[0] in data:
         return {name: data.get(name) for name in names}
     if isinstance(data, Mapping):

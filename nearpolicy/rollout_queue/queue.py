@@ -357,11 +357,6 @@ class StalenessBoundedQueue:
             self._changed.set()
 
     @property
-    def num_waiting(self) -> int:
-        """Groups that are ready and not consumed."""
-        return len(self._groups)
-
-    @property
     def _has_prompt(self) -> bool:
         return bool(self._again) or not self._data_ended
 

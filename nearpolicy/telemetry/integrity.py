@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from nearpolicy.records import Batch
 from nearpolicy.telemetry.config import MonitorConfig
-from nearpolicy.telemetry.suspicion import correlation
+from nearpolicy.telemetry.suspicion import correlation, normalised
 
 PAST = 10
 """Steps that a jump is measured against."""
@@ -27,12 +27,12 @@ def integrity_metrics(batch: Batch) -> dict[str, float]:
     lengths, rewards = [], []
     for group in batch.groups:
         for rollout, reward in zip(group.rollouts, group.rewards, strict=True):
-            texts.setdefault(" ".join(rollout.text.split()), set()).add(group.index)
+            texts.setdefault(normalised(rollout.text), set()).add(group.index)
             if reward is not None:
                 lengths.append(rollout.num_sampled)
                 rewards.append(reward)
     total = sum(len(group.rollouts) for group in batch.groups)
-    shared = sum(len(texts[" ".join(rollout.text.split())]) > 1 for group in batch.groups for rollout in group.rollouts)
+    shared = sum(len(texts[normalised(rollout.text)]) > 1 for group in batch.groups for rollout in group.rollouts)
     found = {"integrity/duplicate_share": shared / total} if total and len(batch.groups) > 1 else {}
     slope = correlation(lengths, rewards)
     return found | ({} if slope is None else {"integrity/reward_length_correlation": slope})

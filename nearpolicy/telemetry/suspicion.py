@@ -6,7 +6,9 @@ completion, or one on many, are worth a look.
 
 from __future__ import annotations
 
+import contextlib
 import re
+import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -100,15 +102,16 @@ def _around(rewarded: Sequence[Judged]) -> _Around:
     lengths = sorted(each.length for each in rewarded)
     prompts: dict[str, set[str]] = {}
     for each in rewarded:
-        prompts.setdefault(_normalised(each.text), set()).add(each.prompt)
+        prompts.setdefault(normalised(each.text), set()).add(each.prompt)
     return _Around(
         median_length=lengths[len(lengths) // 2] if lengths else 0.0,
         prompts_of_text={text: len(of) for text, of in prompts.items()},
     )
 
 
-def _normalised(text: str) -> str:
-    return " ".join(text.split()).casefold()
+def normalised(text: str) -> str:
+    """What two texts have in common that differ in white space only."""
+    return " ".join(text.split())
 
 
 def _signs(judged: Judged, around: _Around) -> Iterator[tuple[str, float]]:
@@ -124,7 +127,7 @@ def _signs(judged: Judged, around: _Around) -> Iterator[tuple[str, float]]:
         yield f"holds an expected output of its tests: {copied!r}", 3.0
     if (cases := len(_CASES.findall(text))) >= 2:
         yield f"answers {cases} inputs one by one", 2.0
-    if (prompts := around.prompts_of_text[_normalised(text)]) > 1:
+    if (prompts := around.prompts_of_text[normalised(text)]) > 1:
         yield f"the same text is rewarded on {prompts} different prompts", 1.5
     for source, part in _passed_but_not_audited(judged):
         yield f"passes the tests of {source} and fails its audit ({part})", 4.0
@@ -143,7 +146,7 @@ _PATTERNS: tuple[tuple[re.Pattern[str], str, float], ...] = (
 
 
 def _without_work(judged: Judged) -> bool:
-    """A bare final answer to a question that has one: no second number and no second line."""
+    """A bare final answer to a question that has one: a word or two, with a digit in them."""
     if _CODE.search(judged.text) or judged.columns.get("answer") is None:
         return False
     words = judged.text.split()
@@ -194,7 +197,7 @@ def overview(completions: Sequence[Judged]) -> dict[str, float]:
 
 
 def _shares(own: Sequence[Judged]) -> dict[str, float | None]:
-    texts = Counter((each.prompt, _normalised(each.text)) for each in own)
+    texts = Counter((each.prompt, normalised(each.text)) for each in own)
     repeated = sum(count - 1 for count in texts.values()) / len(own)
     shares: dict[str, float | None] = {
         "repeated_share": repeated,
@@ -208,11 +211,8 @@ def _shares(own: Sequence[Judged]) -> dict[str, float | None]:
 
 def correlation(xs: Sequence[float], ys: Sequence[float]) -> float | None:
     """Pearson's, or None where one of the two does not vary."""
-    count = len(xs)
-    if count < 2:
+    if len(set(xs)) < 2 or len(set(ys)) < 2:  # rounding makes the mean of equal numbers another one
         return None
-    mean_x, mean_y = sum(xs) / count, sum(ys) / count
-    xx = sum((x - mean_x) ** 2 for x in xs)
-    yy = sum((y - mean_y) ** 2 for y in ys)
-    xy = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
-    return xy / (xx * yy) ** 0.5 if xx > 0 and yy > 0 else None
+    with contextlib.suppress(statistics.StatisticsError):  # they vary by too little
+        return statistics.correlation(xs, ys)
+    return None

@@ -35,7 +35,6 @@ class VerdictCache:
         self._entries = entries
         self._known: OrderedDict[bytes, Verdict] = OrderedDict()
         self._under_way: dict[bytes, asyncio.Future[Verdict]] = {}
-        self.hits = 0
 
     async def verdict(self, key: str | None, sample: Sample, ask: Callable[[], Awaitable[Verdict]]) -> Verdict:
         """The known verdict of source ``key`` on a sample, or what ``ask`` finds. None for a source that is not to be
@@ -47,10 +46,8 @@ class VerdictCache:
             under_way = self._under_way[name]
             await asyncio.wait([under_way])
             if not under_way.cancelled():
-                self.hits += 1
                 return under_way.result()
         if name in self._known:
-            self.hits += 1
             self._known.move_to_end(name)
             return self._known[name]
         return await self._asked(name, ask)

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from nearpolicy.records import Outcome, Verdict
-from nearpolicy.verifier.config import CodeLimits, CodeReward
-from nearpolicy.verifier.rewards import RowError, Sample
+from nearpolicy.verifier.config import CodeLimits, CodeReward, VerifierConfig
+from nearpolicy.verifier.rewards import RowError, Sample, brief, column_of
 from nearpolicy.verifier.sandbox import values
 from nearpolicy.verifier.sandbox.grading import (
     CallTest,
@@ -84,7 +84,7 @@ def task_of(tests: Any, *, kind: str | None = None, entry: str | None = None, se
     if isinstance(tests, str):
         tests = [tests]
     if not isinstance(tests, list | tuple) or not tests:
-        raise RowError(f"tests are a list of at least one, not {_brief(tests)}")
+        raise RowError(f"tests are a list of at least one, not {brief(tests)}")
     forms = {_form(test) for test in tests}
     if len(forms) != 1 or (kind is not None and forms != {kind}):
         wanted = f"not {kind}" if kind else "and all must be of a kind"
@@ -93,9 +93,9 @@ def task_of(tests: Any, *, kind: str | None = None, entry: str | None = None, se
     if form == "function" and not entry:
         raise RowError("tests that call a function need its name, in `entry`")
     if form != "stdin" and entry and not _is_path(entry):
-        raise RowError(f"`entry` is the name of a function, or Class.method, not {_brief(entry)}")
+        raise RowError(f"`entry` is the name of a function, or Class.method, not {brief(entry)}")
     if not isinstance(setup, str):
-        raise RowError(f"the code before the tests is text, not {_brief(setup)}")
+        raise RowError(f"the code before the tests is text, not {brief(setup)}")
     try:
         return CodeTask(tests=tuple(map(_MAKE[form], tests)), entry=entry or None, setup=setup, **more)
     except (ValueError, TypeError, AttributeError, values.NotPlain) as error:
@@ -124,23 +124,23 @@ def _form(test: Any) -> str:
         return "stdin"
     if isinstance(test, Mapping) and "result" in test and test.keys() <= {"args", "kwargs", "result"}:
         return "function"
-    raise RowError(f"a test is {{stdin, stdout}}, {{args, result}} or text of test code, not {_brief(test)}")
+    raise RowError(f"a test is {{stdin, stdout}}, {{args, result}} or text of test code, not {brief(test)}")
 
 
 def _stdin_test(test: Mapping[str, Any]) -> StdinTest:
     stdin, stdout = test.get("stdin", ""), test["stdout"]
     if not isinstance(stdin, str) or not isinstance(stdout, str):
-        raise RowError(f"stdin and stdout of a test are text, not {_brief(test)}")
+        raise RowError(f"stdin and stdout of a test are text, not {brief(test)}")
     return StdinTest(stdin=stdin, stdout=stdout)
 
 
 def _call_test(test: Mapping[str, Any]) -> CallTest:
     args, kwargs = test.get("args", []), test.get("kwargs", {})
     if not isinstance(args, list) or not isinstance(kwargs, dict):
-        raise RowError(f"args of a test are a list and kwargs an object, not {_brief(test)}")
+        raise RowError(f"args of a test are a list and kwargs an object, not {brief(test)}")
     made = CallTest(args=tuple(values.decode(args)), kwargs=values.decode(kwargs), result=values.decode(test["result"]))
     if not isinstance(made.kwargs, dict) or not all(isinstance(name, str) for name in made.kwargs):
-        raise RowError(f"kwargs of a test are an object, not {_brief(test)}")
+        raise RowError(f"kwargs of a test are an object, not {brief(test)}")
     values.dumps({"args": list(made.args), "kwargs": made.kwargs, "result": made.result})  # if these can be called with
     return made
 
@@ -148,17 +148,10 @@ def _call_test(test: Mapping[str, Any]) -> CallTest:
 _MAKE: Mapping[str, Any] = {"stdin": _stdin_test, "function": _call_test, "tests": lambda test: test}
 
 
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
 def row_task(reward: CodeReward, columns: Mapping[str, Any], column: str | None = None) -> CodeTask:
     """The tests of a row, or those of another ``column``; `RowError` if the row is at fault."""
     name = column or reward.tests_column
-    tests = columns.get(name)
-    if tests is None:
-        raise RowError(f"the column {name!r} is {'empty' if name in columns else 'missing'} in this row")
+    tests = column_of(name, columns)
     entry = columns.get(reward.entry_column) if reward.entry_column else reward.entry
     setup = columns.get(reward.setup_column) if reward.setup_column else ""
     command = {"command": reward.command, "file": reward.file} if reward.command else {}
@@ -190,10 +183,15 @@ class CodeGrader:
     """Judges samples of code tasks in one sandbox."""
 
     def __init__(self, sandbox: Sandbox, packages: tuple[str, ...], *, most_s: float | None = None) -> None:
-        """``most_s``: time that all runs of one program may take together."""
+        """``most_s``: time that all runs of one program may take together, those of the audit too."""
         self._sandbox = sandbox
         self._most_s = most_s
         self._mentions = re.compile(r"\b(?:" + "|".join(map(re.escape, packages)) + r")\b") if packages else None
+
+    @classmethod
+    def of(cls, sandbox: Sandbox, config: VerifierConfig) -> CodeGrader:
+        """As training has it. The deadline excuses a program: it has to rest on waiting, not on the program's time."""
+        return cls(sandbox, config.packages, most_s=config.deadline_s / 2)
 
     async def score(self, reward: CodeReward, sample: Sample) -> Verdict:
         try:
@@ -208,15 +206,25 @@ class CodeGrader:
             found = await self.grade(program, task, limits_of(reward.limits), every_test=reward.score == "share")
             if audit is None or found.verdict is not CodeVerdict.PASSED:
                 return verdict_of(found, reward.score)
-            second = await self.grade(program, audit, limits_of(reward.limits))
+            second = await self._audited(program, audit, limits_of(reward.limits), found)
         except CannotSplitError as error:
             return Verdict.failed(f"{error}: such a row needs `trust: together`")
         return verdict_of(found, reward.score, audit=second)
 
-    async def grade(self, program: str, task: CodeTask, limits: Limits, *, every_test: bool = False) -> Grade:
+    async def _audited(self, program: str, task: CodeTask, limits: Limits, first: Grade) -> Grade | None:
+        """In the time that the first tests have left; None if it was not enough."""
+        second = await self.grade(program, task, limits, spent_s=first.usage.wall_s)
+        if self._most_s is not None and first.usage.wall_s + second.usage.wall_s >= self._most_s:
+            return None if second.verdict is CodeVerdict.TIME_LIMIT else second
+        return second
+
+    async def grade(
+        self, program: str, task: CodeTask, limits: Limits, *, every_test: bool = False, spent_s: float = 0.0
+    ) -> Grade:
+        """``spent_s``: time that runs of the program have taken already."""
         return await grade(
             self._sandbox, program, task, limits, packages=self._needs_packages(program), every_test=every_test,
-            most_s=self._most_s,
+            most_s=None if self._most_s is None else self._most_s - spent_s,
         )  # fmt: skip
 
     def _needs_packages(self, program: str) -> bool:

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 
 from nearpolicy.errors import nearest
 from nearpolicy.settings import ConfigModel, RegularExpression, Seconds
-from nearpolicy.verifier.learned.config import JudgeSettings, RewardModelSettings, RubricSettings
+from nearpolicy.verifier.learned.config import JudgeSettings, RewardModelSettings, RubricSettings, changed_keys
 
 AS_WRITTEN = "as_written"
 """The attachment of a prompt whose row holds text that went into a chat message: that text."""
@@ -195,6 +195,8 @@ class CodeReward(_Reward):
             raise ValueError("set one of entry and entry_column")
         if self.command and self.limits.processes == 1:
             raise ValueError("command starts a process: set limits.processes to 2 or more")
+        if not self.command and changed_keys(self, ("file",)):
+            raise ValueError("file names what the program is written to for `command`, which is not set; leave it out")
         if self.command and (self.entry or self.entry_column or self.setup_column):
             raise ValueError("command goes with tests of the form {stdin, stdout}; entry and setup_column do not")
         return self
@@ -364,4 +366,6 @@ class VerifierConfig(ConfigModel):
             )
         if (self.isolation == "remote") != (self.sandbox_url is not None):
             raise ValueError("isolation: remote and sandbox_url go together; set both or neither")
+        if self.isolation == "remote" and changed_keys(self, ("packages",)):
+            raise ValueError("packages has no effect with isolation: remote, where the service decides; leave it out")
         return self

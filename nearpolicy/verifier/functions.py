@@ -139,7 +139,7 @@ def _verl_verdict(result: Any) -> Verdict:
     return number_verdict(result["score"], **parts)
 
 
-def number_verdict(value: Any, **parts: float) -> Verdict:
+def number_verdict(value: Any, /, **parts: float) -> Verdict:
     """Numbers and truth values are scores, None abstains, all else has failed. A zero-dimensional array is a number."""
     if value is None:
         return Verdict.abstained("the function returned None")

@@ -12,14 +12,20 @@ worker says, whatever became of it, cannot run code in the process that trains.
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from nearpolicy.machine import die_with
 from nearpolicy.records import Outcome, Verdict
 
 LENGTH = struct.Struct(">I")
+NICENESS = 5
+"""Enough to give way to training, not so much that a busy machine turns every call into a time limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,5 +72,27 @@ def verdict_of(answer: Mapping[str, Any]) -> Verdict:
     )
 
 
-def encoded(answer: Mapping[str, Any]) -> bytes:
-    return frame(json.dumps(answer).encode())
+def serve(descriptor: int, parent: int, prepare: Callable[[bytes], tuple[Any, Callable[[bytes], Any] | None]]) -> None:
+    """The life of a worker process: its setup, then an answer for each request, until the other side is gone.
+
+    prepare: from the setup, what to say of it and what answers requests; None after a refusal.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with(parent)
+    os.set_inheritable(descriptor, False)
+    with socket.socket(fileno=descriptor) as connection, connection.makefile("rwb") as stream:
+        setup = read_frame(stream)
+        if setup is None:
+            return
+        said, answer = prepare(setup)
+        _say(stream, said)
+        if answer is None:
+            return
+        os.nice(NICENESS)  # after the slow imports: a replacement is waited for
+        while (request := read_frame(stream)) is not None:
+            _say(stream, answer(request))
+
+
+def _say(stream: BinaryIO, answer: Any) -> None:
+    stream.write(frame(json.dumps(answer).encode()))
+    stream.flush()

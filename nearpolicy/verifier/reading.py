@@ -22,7 +22,7 @@ from nearpolicy.verifier.config import (
     RubricReward,
 )
 from nearpolicy.verifier.learned import rubric
-from nearpolicy.verifier.learned.config import NumberItem
+from nearpolicy.verifier.learned.config import ContainsItem, NumberItem, RubricItem
 from nearpolicy.verifier.math import verdict
 from nearpolicy.verifier.rewards import RowError
 
@@ -45,16 +45,25 @@ def unfit(reward: RewardConfig, rows: Rows, *, every_row: bool = False) -> Unfit
         case ReasoningGymReward():
             return _unfit_each(reward.metadata_column, lambda row: rewards.gym_data_set(reward, row), rows)
         case CodeReward():
-            return _unfit_each(reward.tests_column, lambda row: code.row_task(reward, row), rows)
+            read = [column for column in (reward.tests_column, reward.audit_column) if column is not None]
+            return itertools.chain.from_iterable(
+                _unfit_each(column, partial(code.row_task, reward, column=column), rows) for column in read
+            )
         case IfevalReward():
             return _unfit_each(reward.instructions_column, lambda row: rewards.constraints_of(reward, row), rows)
         case RubricReward():
-            numbers = [item for item in reward.items if isinstance(item, NumberItem)]
-            return itertools.chain.from_iterable(
-                _unfit_each(item.answer_column, partial(rubric.right_number, item), rows) for item in numbers
-            )
+            return itertools.chain.from_iterable(_unfit_item(item, rows) for item in reward.items)
         case MathVerifyReward():
             return _unfit_expressions(reward, rows, None if every_row else MOST_EXPRESSIONS)
+    return ()
+
+
+def _unfit_item(item: RubricItem, rows: Rows) -> Unfit:
+    match item:
+        case NumberItem():
+            return _unfit_each(item.answer_column, partial(rubric.right_number, item), rows)
+        case ContainsItem(column=str(column)):
+            return _unfit_each(column, partial(rubric.wanted_texts, item), rows)
     return ()
 
 

@@ -100,7 +100,8 @@ def controls(reward: BuiltIn, columns: Mapping[str, Any]) -> tuple[str, ...]:
     return ()
 
 
-def _column(name: str, columns: Mapping[str, Any]) -> Any:
+def column_of(name: str, columns: Mapping[str, Any]) -> Any:
+    """What a column holds; `RowError` if nothing."""
     value = columns.get(name)
     if value is None:
         raise RowError(f"the column {name!r} is {'empty' if name in columns else 'missing'} in this row")
@@ -108,7 +109,7 @@ def _column(name: str, columns: Mapping[str, Any]) -> Any:
 
 
 def _answer(name: str, columns: Mapping[str, Any]) -> str:
-    return str(_column(name, columns))
+    return str(column_of(name, columns))
 
 
 # Exact match and regular expressions
@@ -169,13 +170,14 @@ def is_number(text: str) -> bool:
 
 def number_answer(reward: NumberReward, columns: Mapping[str, Any]) -> Decimal:
     """The right answer of a row; `RowError` if it is no number."""
-    answer = _column(reward.answer_column, columns)
+    answer = column_of(reward.answer_column, columns)
     if isinstance(answer, bool) or not is_number(str(answer)):
-        raise RowError(f"the column {reward.answer_column!r} holds {_brief(answer)}, which is not a number")
+        raise RowError(f"the column {reward.answer_column!r} holds {brief(answer)}, which is not a number")
     return _exact(str(answer).strip())
 
 
-def _brief(value: Any) -> str:
+def brief(value: Any) -> str:
+    """A value for a message."""
     return _shortened(repr(value), 80)
 
 
@@ -213,7 +215,7 @@ def _math_verify(reward: MathVerifyReward, sample: Sample) -> Verdict:
 
 def constraints_of(reward: IfevalReward, columns: Mapping[str, Any]) -> list[constraints.Constraint]:
     """The instructions of a row; `RowError` if one of them cannot be checked."""
-    found = [_column(name, columns) for name in reward.columns]
+    found = [column_of(name, columns) for name in reward.columns]
     try:
         return constraints.read(*found)
     except constraints.ConstraintError as error:
@@ -235,14 +237,14 @@ def _ifeval(reward: IfevalReward, sample: Sample) -> Verdict:
 def gym_data_set(reward: ReasoningGymReward, columns: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
     """The data set that scores a row, and the row's metadata; `RowError` if the row does not say."""
     column = reward.metadata_column
-    metadata = _column(column, columns)
+    metadata = column_of(column, columns)
     if isinstance(metadata, str):
         try:
             metadata = json.loads(metadata)
         except (ValueError, RecursionError) as error:
             raise RowError(f"the column {column!r} holds text that is no JSON: {described(error)}") from None
     if not isinstance(metadata, Mapping):
-        raise RowError(f"the column {column!r} holds {_brief(metadata)}, where the metadata of an entry should be")
+        raise RowError(f"the column {column!r} holds {brief(metadata)}, where the metadata of an entry should be")
     name = metadata.get("source_dataset")
     if not isinstance(name, str):
         raise RowError(f"the column {column!r} does not name its data set in 'source_dataset'")

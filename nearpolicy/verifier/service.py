@@ -13,13 +13,13 @@ for what must end the run: a user function that breaks its contract, a prompt of
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from nearpolicy.errors import ConfigError, NearpolicyError, VerifierError
@@ -31,8 +31,11 @@ from nearpolicy.verifier.combining import with_gates_shown
 from nearpolicy.verifier.config import (
     CodeReward,
     FunctionReward,
+    JudgeReward,
     LearnedReward,
     RewardConfig,
+    RewardModelReward,
+    RubricReward,
     VerifierConfig,
     check_together,
 )
@@ -113,8 +116,7 @@ class VerifierService:
                 allow_unisolated=config.allow_unisolated,
                 url=config.sandbox_url,
             )
-            # The deadline excuses a program: it has to rest on waiting, and not on the program's own time.
-            self._grader = CodeGrader(self._sandbox, config.packages, most_s=config.deadline_s / 2)
+            self._grader = CodeGrader.of(self._sandbox, config)
         learned = {source.key: source.scorer for source in sources if isinstance(source.scorer, LearnedReward)}
         await self._learned.start(learned)
         scorers = {source.key: _packed(source.scorer) for source in sources if source.in_worker}
@@ -124,12 +126,14 @@ class VerifierService:
             self._pool = pool
 
     async def close(self) -> None:
-        """Kill the worker processes; calls under way end as failed verdicts."""
-        if self._pool is not None:
-            await self._pool.close()
-        if self._sandbox is not None:
-            await self._sandbox.close()
-        await self._learned.close()
+        """Kill the worker processes; calls under way end as failed verdicts. What cannot be closed keeps none of the
+        others from it."""
+        async with contextlib.AsyncExitStack() as ending:
+            ending.push_async_callback(self._learned.close)
+            if self._sandbox is not None:
+                ending.push_async_callback(self._sandbox.close)
+            if self._pool is not None:
+                ending.push_async_callback(self._pool.close)
 
     async def score(self, prompt: Prompt, rollout: Rollout, *, admission: int | None = None) -> Mapping[str, Verdict]:
         """One verdict per reward source of the prompt's task, behind a gate with the part `combining.GATED`.
@@ -161,17 +165,21 @@ class VerifierService:
     async def _judged(self, source: _Source, sample: Sample) -> tuple[Verdict, float]:
         """The verdict of one source, and the seconds it waited for a worker."""
         asked = began = time.perf_counter()
+        is_new = False
 
         def started() -> None:
             nonlocal began
             began = time.perf_counter()
 
-        verdict = await self._cache.verdict(source.key if source.deterministic else None, sample, partial(
-            self._bounded, source, sample, started
-        ))  # fmt: skip
+        async def ask() -> Verdict:
+            nonlocal is_new
+            is_new = True
+            return await self._bounded(source, sample, started)
+
+        verdict = await self._cache.verdict(source.key if source.deterministic else None, sample, ask)
         if isinstance(source.scorer, CodeReward | LearnedReward):
-            self._failures.count(source.key, verdict)
-        if source.may_flip and is_chosen(source.key, sample, self._config.recheck):
+            self._failures.count(source.key, verdict, source.scorer)
+        if is_new and source.may_flip and is_chosen(source.key, sample, self._config.recheck):
             self._flips.count(source.name, verdict, await self._bounded(source, sample, lambda: None))
         return verdict, began - asked
 
@@ -214,30 +222,38 @@ class FlipRates:
         return {f"verifier/{source}/flip_rate": flips / looks for source, (looks, flips) in self._counts.items()}
 
 
+_ADVICE: Mapping[type, str] = {
+    CodeReward: "`nearpolicy doctor` examines the sandbox, `nearpolicy verify code` tries a program",
+    JudgeReward: "see to the judge, then `nearpolicy calibrate` asks it about answers of yours",
+    RubricReward: "see to its judge, or to the columns that its items read; `nearpolicy check` looks at the rows",
+    RewardModelReward: "see to the model and its limits, then `nearpolicy calibrate` asks it about answers of yours",
+}
+"""Where to look when a source fails too often."""
+
+
 class FailureRate:
-    """Ends a run whose sandbox has broken: what fails is left out, and too much left out is not training any more. A
-    policy must not get used to a machine on which programs cannot be run."""
+    """Ends a run whose sandbox or judge has broken: what fails is left out, and too much left out is not training any
+    more. A policy must not get used to a machine on which programs cannot be run."""
 
     WINDOW = 1000
     """Verdicts of one source that are looked back upon."""
     LIMIT = 0.05
-    LEAST = 50
-    """Failures before a rate means anything."""
+    """Of the window, whether it is full or not: a few failures at the start say nothing."""
 
     def __init__(self) -> None:
         self._recent: dict[str, deque[bool]] = {}
 
-    def count(self, key: str, verdict: Verdict) -> None:
+    def count(self, key: str, verdict: Verdict, reward: CodeReward | LearnedReward) -> None:
         """Raises `VerifierError` beyond `LIMIT`."""
         recent = self._recent.setdefault(key, deque(maxlen=self.WINDOW))
         recent.append(verdict.outcome is Outcome.FAILED)
         failed = sum(recent) if recent[-1] else 0
-        if failed >= self.LEAST and failed > self.LIMIT * self.WINDOW:
+        if failed > self.LIMIT * self.WINDOW:
             task, _, source = key.partition("/")
             raise VerifierError(
                 f"reward {source!r} of task {task!r} failed on {failed} of its last {len(recent)} completions, "
                 f"the last: {verdict.reason}. Nothing is known about those, so nothing can be learned from them; "
-                f"`nearpolicy doctor` examines the sandbox, `nearpolicy verify code` tries a program"
+                f"{_ADVICE[type(reward)]}"
             )
 
 

@@ -12,51 +12,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import os
 import pickle
 import resource
-import signal
-import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from nearpolicy.errors import described
-from nearpolicy.machine import adopt_orphans, die_with
+from nearpolicy.machine import adopt_orphans
 from nearpolicy.records import Verdict
 from nearpolicy.verifier import functions, rewards
 from nearpolicy.verifier.functions import RewardFunctionError, UserFunction
-from nearpolicy.verifier.messages import Setup, encoded, read_frame, verdict_answer
+from nearpolicy.verifier.messages import Setup, serve, verdict_answer
 from nearpolicy.verifier.rewards import BuiltIn, Sample
 
 BUILT_IN_MEMORY = 768 * 2**20
 """Bytes a built-in score may take beyond what the process holds: with it, a worker stays below 1 GB."""
-NICENESS = 5
-"""Enough to give way to training, not so much that a busy machine turns every call into a time limit."""
 
 
 def main(descriptor: int, parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with(parent)
     adopt_orphans()
-    os.set_inheritable(descriptor, False)
-    with socket.socket(fileno=descriptor) as connection, connection.makefile("rwb") as stream:
-        setup = read_frame(stream)
-        if setup is None:
-            return
-        scorers = _prepared(pickle.loads(setup), stream)
-        if scorers is None:
-            return
-        os.nice(NICENESS)  # after the slow imports: a replacement is waited for
-        while (request := read_frame(stream)) is not None:
-            key, sample = pickle.loads(request)
-            _say(stream, _answer(scorers[key], sample))
+    serve(descriptor, parent, _prepared)
 
 
-def _prepared(setup: Setup, stream: BinaryIO) -> dict[str, UserFunction | BuiltIn] | None:
-    """The scorers, loaded; or None after a refusal."""
+def _prepared(packed: bytes) -> tuple[dict[str, Any], Callable[[bytes], Any] | None]:
+    """What answers requests, with all scorers loaded; or a refusal."""
+    setup: Setup = pickle.loads(packed)
     sys.path[:] = setup.sys_path
     scorers: dict[str, UserFunction | BuiltIn] = {}
     for key, blob in setup.scorers.items():
@@ -65,15 +48,13 @@ def _prepared(setup: Setup, stream: BinaryIO) -> dict[str, UserFunction | BuiltI
             if not isinstance(scorer, UserFunction):
                 rewards.preload(scorer)
         except BaseException as error:
-            _say(stream, {"status": "refused", "message": f"{key} cannot be loaded: {described(error)}"})
-            return None
-    _say(stream, {"status": "ready"})
-    return scorers
+            return {"status": "refused", "message": f"{key} cannot be loaded: {described(error)}"}, None
 
+    def answer(request: bytes) -> dict[str, Any]:
+        key, sample = pickle.loads(request)
+        return _answer(scorers[key], sample)
 
-def _say(stream: BinaryIO, answer: dict[str, Any]) -> None:
-    stream.write(encoded(answer))
-    stream.flush()
+    return {"status": "ready"}, answer
 
 
 def _answer(scorer: UserFunction | BuiltIn, sample: Sample) -> dict[str, Any]:

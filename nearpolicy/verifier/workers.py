@@ -28,7 +28,7 @@ from typing import Any
 
 import nearpolicy.verifier
 from nearpolicy.errors import NearpolicyError, VerifierError, described
-from nearpolicy.machine import descendants
+from nearpolicy.machine import descendants, signal_name
 from nearpolicy.records import Outcome, Verdict
 from nearpolicy.verifier.functions import RewardFunctionError
 from nearpolicy.verifier.messages import LENGTH, Setup, frame, verdict_of
@@ -89,16 +89,21 @@ class WorkerProcess:
             await worker.end()
             raise
 
-    async def exchange(self, request: bytes) -> Mapping[str, Any]:
-        """Send a message, await the answer; `WorkerDied` if the process ends first."""
+    async def exchange(self, request: bytes) -> Any:
+        """Send a message, await the answer; `WorkerDied` if the process ends first, or says what cannot be read."""
         try:
             self._writer.write(frame(request))
             await self._writer.drain()
             [length] = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-            return json.loads(await self._reader.readexactly(length))
-        except (OSError, EOFError, ValueError) as error:
+            answer = await self._reader.readexactly(length)
+        except (OSError, EOFError) as error:
             self.kill()
             raise WorkerDied(f"a worker process {await self._how_it_ended()}") from error
+        try:
+            return json.loads(answer)
+        except (ValueError, RecursionError) as error:
+            await self.end()
+            raise WorkerDied(f"a worker process gave an answer that is no JSON: {described(error, 120)}") from error
 
     @property
     def alive(self) -> bool:
@@ -125,7 +130,7 @@ class WorkerProcess:
 
     async def _how_it_ended(self) -> str:
         code = await asyncio.to_thread(self._process.wait)
-        return f"was killed by signal {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+        return f"was killed by signal {signal_name(-code)}" if code < 0 else f"exited with status {code}"
 
 
 def _executed(module: str, descriptor: int) -> subprocess.Popen:
@@ -187,7 +192,7 @@ class _Slot:
     async def close(self) -> None:
         self._closed = True
         self.starting.cancel()
-        with contextlib.suppress(asyncio.CancelledError, NearpolicyError):
+        with contextlib.suppress(asyncio.CancelledError, NearpolicyError, OSError):
             await (await self.starting).end()
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from fake_endpoint import KEY, blocks, is_probe, serving, verdict
 
+from nearpolicy.errors import ConfigError
 from nearpolicy.launch import cli
+from nearpolicy.launch.calibrate import reward_in
 from nearpolicy.launch.calibrate_data import read_labelled
 
 ROWS = [
@@ -143,6 +145,27 @@ def test_any_reward_of_a_recipe_can_be_calibrated(tmp_path, capsys):
     assert end.value.code == 0 and found["report"]["kappa"]["value"] == 1.0
     # The question holds no "right", so nothing but an attack that says the word moves this check.
     assert {name for name, each in found["attacks"].items() if each["shift"]["value"] > 0} == set()
+
+
+def test_rewards_of_one_name_are_told_apart_by_their_tasks(tmp_path):
+    task = "  - name: {0}\n    source: {{kind: jsonl, path: x}}\n    rewards: [{{kind: regex, pattern: {0}}}, {1}]\n"
+    (tmp_path / "recipe.yaml").write_text(
+        "run: {steps: 1}\nmodel: {path: random:llama}\ntasks:\n"
+        + task.format("a", "{kind: exact_match}")
+        + task.format("b", "{kind: exact_match}")
+    )
+    with pytest.raises(ConfigError, match="has the rewards a/regex, exact_match, b/regex; choose one"):
+        reward_in(tmp_path / "recipe.yaml", None)
+    with pytest.raises(ConfigError, match="has no reward 'regex', only a/regex"):
+        reward_in(tmp_path / "recipe.yaml", "regex")
+    assert reward_in(tmp_path / "recipe.yaml", "a/regex")[0].pattern == "a"
+    assert reward_in(tmp_path / "recipe.yaml", "exact_match")[0].kind == "exact_match"
+
+
+def test_a_reward_that_is_none_is_named_with_its_file(tmp_path):
+    (tmp_path / "reward.yaml").write_text('{"kind": "regex", "pattern": "a", "patern": "b"}')
+    with pytest.raises(ConfigError, match=r"reward\.yaml: patern: there is no such setting"):
+        reward_in(tmp_path / "reward.yaml", None)
 
 
 # Files

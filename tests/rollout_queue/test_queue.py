@@ -136,10 +136,10 @@ def test_a_full_queue_pushes_back_and_nothing_disappears_uncounted():
         assert sum(task.done() for task in asked) == 5  # the failed one made room for exactly one more
         assert book.filled_indices == [1, 2, 3]
         assert book.discarded_groups == [(0, Fate.FAILED, "no reward")]
-        assert (queue.num_waiting, queue.num_failed) == (3, 1)
+        assert (len(queue._groups), queue.num_failed) == (3, 1)
         taken = await queue.take(2)
         produced = len(book.filled_indices) + len(book.discarded_groups)
-        assert produced == len(taken) + queue.num_waiting + queue.num_failed == 4
+        assert produced == len(taken) + len(queue._groups) + queue.num_failed == 4
         for task in asked:
             task.cancel()
 
@@ -377,7 +377,7 @@ def test_groups_beyond_the_bound_are_expired_and_counted_and_those_at_the_bound_
             queue.fill(slot, group_of(slot.admission, versions=(version, 5)))
         reason = "version 3 with 5 steps completed, queue.max_staleness is 1"
         assert book.discarded_groups == [(0, Fate.EXPIRED, reason)]
-        assert (queue.num_expired, queue.num_waiting) == (1, 2)
+        assert (queue.num_expired, len(queue._groups)) == (1, 2)
         assert [group.index for group in await queue.take(2)] == [1, 2]
         late = await queue.reserve()
         with pytest.raises(StalenessError, match="claims version 6, but only 5 steps"):
@@ -396,7 +396,7 @@ def test_at_the_end_groups_that_no_step_used_are_aborted():
         await queue.take(1)
         queue.close()
         assert book.discarded_groups == [(1, Fate.ABORTED, "the run ended before a step used it")]
-        assert queue.num_waiting == 0
+        assert len(queue._groups) == 0
         assert await queue.reserve() is None  # nothing more is admitted
         queue.fill(slots[2], Group(admission=slots[2].admission, failure="the run ended: 2 samples of 4"))
         assert book.discarded_groups[1:] == [(2, Fate.ABORTED, "the run ended: 2 samples of 4")]

@@ -90,6 +90,7 @@ def test_figures_of_a_whole_run_by_source():
     assert figures["t/form_length_correlation"] == pytest.approx(1.0)
     assert "t/right_length_correlation" not in figures  # it does not vary
     assert correlation([1, 2, 3], [2, 4, 7]) == pytest.approx(0.9933992677987828)
+    assert correlation([1, 2, 3], [0.1] * 3) is None, "rounding makes their mean another number"
 
 
 def test_an_alarm_is_raised_once_until_it_has_gone():

@@ -12,6 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 KEY = "sk-test-0123456789"
+CONTAINED = frozenset({"injection", "fake_verdict", "delimiter", "chat_tokens"})
+"""Kinds of attacks that delimiters and strict reading shall make worthless."""
 
 
 @dataclass

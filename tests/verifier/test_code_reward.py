@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from nearpolicy.errors import ConfigError, NearpolicyError, VerifierError
 from nearpolicy.records import Outcome, Prompt, Rollout, Verdict
 from nearpolicy.verifier import service as service_module
-from nearpolicy.verifier.code import program_of, row_task
+from nearpolicy.verifier.code import fenced_blocks, program_of, row_task
 from nearpolicy.verifier.config import CodeReward, ExactMatchReward, FunctionReward, VerifierConfig
 from nearpolicy.verifier.reading import unfit
 from nearpolicy.verifier.rewards import RowError
@@ -53,8 +54,10 @@ def test_the_program_is_the_last_block_of_python(completion, program):
 
 @given(st.text(alphabet="`~ab\n py#"))
 def test_any_text_has_a_program(text):
-    assert program_of(text) in text or program_of(text) == text
-    assert program_of(text, "whole") == text
+    blocks = [code for _, code in fenced_blocks(text)]
+    assert program_of(text) in (blocks or [text])
+    assert all(block in text for block in blocks)
+    assert bool(blocks) <= bool(re.search(r"^[ \t]*(```|~~~)", text, re.MULTILINE))
 
 
 @pytest.mark.parametrize("line", ["```" + "a" * 200_000 + "`", "```" + " " * 200_000 + "`", "`" * 200_000 + " `"])
@@ -103,6 +106,13 @@ def test_a_row_that_no_program_could_be_called_with_is_at_fault(change, words):
     columns = {"tests": CALLS, "name": "add", "before": None, **change}
     with pytest.raises(RowError, match=words):
         row_task(CodeReward(entry_column="name", setup_column="before"), columns)
+
+
+def test_an_audit_that_no_program_could_be_put_to_is_told_before_the_run_too():
+    """K47."""
+    reward, rows = CodeReward(entry="add", audit_column="more"), [{"tests": CALLS, "more": CALLS}]
+    rows += [{"tests": CALLS, "more": [5]}]
+    assert [(place, column) for place, column, _ in unfit(reward, rows)] == [(1, "more")]
 
 
 def test_tests_may_be_json_text():
@@ -171,7 +181,14 @@ def test_a_row_that_cannot_be_split_fails_and_the_weaker_trust_is_chosen_twice()
     assert found.value == 1.0
 
 
-class Broken:
+class Fake:
+    """A sandbox that needs no end."""
+
+    async def close(self):
+        pass
+
+
+class Broken(Fake):
     """A sandbox that runs nothing from the ``after``-th run on."""
 
     def __init__(self, after: int = 0) -> None:
@@ -184,13 +201,13 @@ class Broken:
 
 def test_a_broken_sandbox_gives_no_reward_and_at_last_ends_the_run(monkeypatch):
     """K45."""
-    texts = [f"{ADD}# {i}" for i in range(FailureRate.LEAST - 1)]
+    texts = [f"{ADD}# {i}" for i in range(int(FailureRate.LIMIT * FailureRate.WINDOW))]
     found = scored(*texts, sandbox=Broken(), monkeypatch=monkeypatch)
     assert {verdict.outcome for verdict in found} == {Outcome.FAILED}
     assert {verdict.value for verdict in found} == {None}
     assert "sandbox_failure: test 1: no more processes" in found[0].reason
     with pytest.raises(VerifierError, match=r"failed on 51 of its last 51 completions.*nearpolicy doctor"):
-        scored(*texts, ADD, "x", "y", sandbox=Broken(), monkeypatch=monkeypatch)
+        scored(*texts, ADD, sandbox=Broken(), monkeypatch=monkeypatch)
 
 
 def test_equal_completions_are_run_once_and_failures_are_asked_again(monkeypatch):
@@ -216,8 +233,17 @@ def test_equal_completions_are_run_once_and_failures_are_asked_again(monkeypatch
     assert sandbox.runs == 2
 
 
+def test_a_verdict_that_was_known_is_not_looked_at_a_second_time(monkeypatch):
+    sandbox = Broken(after=10**6)
+    settings = {"columns": {"tests": CALLS[:1]}, "config": {"recheck": 1.0}, "monkeypatch": monkeypatch}
+    scored("a", "a", "a", sandbox=sandbox, **settings)
+    assert sandbox.runs == 2
+    scored("a", "b", sandbox=sandbox, **settings)
+    assert sandbox.runs == 2 + 4
+
+
 def test_waiting_is_within_the_deadline_too(monkeypatch):
-    class Slow:
+    class Slow(Fake):
         async def run(self, run, on_frame=None):
             await asyncio.sleep(30)
 
@@ -233,6 +259,43 @@ def test_time_that_a_program_sleeps_through_is_its_own_and_not_the_deadlines():
     assert found.outcome is Outcome.SCORED and found.reason.startswith("time_limit")
     [found] = scored(sleeps, columns={"tests": ["\n".join(["assert add(1, 2) == 3"] * 10)]}, config={"deadline_s": 6})
     assert found.outcome is Outcome.SCORED and found.reason.startswith("time_limit")
+
+
+class Sleepy(Fake):
+    """A sandbox in which every program is right and sleeps ``each_s``; only told, so that nobody waits for it."""
+
+    def __init__(self, each_s: float) -> None:
+        self.each_s, self.spent_s, self.runs = each_s, 0.0, 0
+
+    async def run(self, run, on_frame=None):
+        self.runs += 1
+        wall_s = min(self.each_s, run.limits.wall)
+        self.spent_s += wall_s
+        stopped = "wall" if wall_s < self.each_s else None
+        return Ended(frame=b'{"returned":5}', wall_s=wall_s, stopped=stopped)
+
+
+def test_a_program_that_sleeps_through_half_the_deadline_is_not_run_any_further(monkeypatch):
+    """K45: forty runs that are each cut short outlast the deadline too."""
+    sandbox = Sleepy(0.65)
+    many = {"tests": CALLS[:1] * 40}
+    [found] = scored(
+        ADD, columns=many, config={"deadline_s": 4}, score="share", sandbox=sandbox, monkeypatch=monkeypatch
+    )
+    assert (found.outcome, found.value) == (Outcome.SCORED, 3 / 40)
+    assert found.reason.startswith("time_limit: test 4") and sandbox.runs == 4
+
+
+def test_an_audit_has_the_time_that_the_tests_have_left(monkeypatch):
+    """K45: a right and slow program must not fail by the deadline because it is audited."""
+    sandbox = Sleepy(0.65)
+    columns = {"tests": CALLS[:1] * 3, "more": CALLS[:1] * 10}
+    settings = {"config": {"deadline_s": 4}, "audit_column": "more", "monkeypatch": monkeypatch}
+    [found] = scored(ADD, columns=columns, sandbox=sandbox, **settings)
+    assert found.value == 1.0 and "audit" not in found.parts
+    assert sandbox.spent_s <= 4 / 2 + 0.1
+    [found] = scored(ADD, columns={**columns, "more": CALLS[:1]}, sandbox=Sleepy(0.5), **settings)
+    assert found.parts["audit"] == 1.0
 
 
 def test_the_service_must_be_started():
@@ -267,6 +330,7 @@ def _raises(completions):
         ({"isolation": "remote"}, "sandbox_url"),
         ({"sandbox_url": "http://x"}, "sandbox_url"),
         ({"isolation": "docker"}, "isolation"),
+        ({"isolation": "remote", "sandbox_url": "http://x", "packages": ["sympy"]}, "packages has no effect"),
     ],
 )
 def test_unsafe_and_contradictory_settings_are_refused(settings, words):
@@ -281,6 +345,7 @@ def test_unsafe_and_contradictory_settings_are_refused(settings, words):
         ({"command": ["sh", "x"]}, "limits.processes"),
         ({"limits": {"cpu_s": 0}}, "cpu_s"),
         ({"file": "../x"}, "file"),
+        ({"file": "main.sh"}, "for `command`, which is not set"),
     ],
 )
 def test_rewards_that_contradict_themselves_are_refused(settings, words):

@@ -4,7 +4,6 @@ missing is refused at the start."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import re
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from fake_endpoint import (
+    CONTAINED,
     KEY,
     Reply,
     blocks,
@@ -25,22 +25,22 @@ from fake_endpoint import (
     verdict,
 )
 from pydantic import TypeAdapter, ValidationError
+from scoring import score as verdicts_of
+from scoring import verifying
 
 from nearpolicy.config import parse_mapping
 from nearpolicy.errors import ConfigError, NearpolicyError
-from nearpolicy.records import Outcome, Prompt, Rollout
+from nearpolicy.records import Outcome
 from nearpolicy.verifier.config import (
     JudgeReward,
     RewardConfig,
     RewardModelReward,
     RubricReward,
-    VerifierConfig,
     check_together,
 )
 from nearpolicy.verifier.learned import asking
 from nearpolicy.verifier.learned.asking import Choice, Material, Question, UnreadableAnswer
-from nearpolicy.verifier.learned.attacks import ATTACKS, CONTAINED
-from nearpolicy.verifier.service import VerifierService
+from nearpolicy.verifier.learned.attacks import ATTACKS
 
 VARIABLE = "NEARPOLICY_TEST_JUDGE_KEY"
 QUICK = {"backoff_s": 0.01, "timeout_s": 5.0}
@@ -56,21 +56,8 @@ def judge_of(url, *, endpoint=None, **settings):
     return JudgeReward(**({"endpoint": where, "models": ("m",)} | settings))
 
 
-@contextlib.asynccontextmanager
-async def verifying(*rewards, on_event=lambda *a, **k: None, **config):
-    service = VerifierService({"t": rewards}, VerifierConfig(**config), on_event=on_event)
-    try:
-        await service.start()
-        yield service
-    finally:
-        await service.close()
-
-
-async def score(service, text, sample=0, prompt="What is 2 + 2?", **columns):
-    asked = {"text": prompt} if isinstance(prompt, str) else {"messages": prompt}
-    given = Prompt(id="p", task="t", columns=columns, **asked)
-    verdicts = await service.score(given, Rollout(sample=sample, segments=(), text=text, numerics="exact"))
-    return verdicts["judge"]
+async def score(*asked, **more):
+    return (await verdicts_of(*asked, **more))["judge"]
 
 
 def judged(respond, *texts, endpoint=None, config=None, columns=None, **settings):
@@ -333,6 +320,7 @@ def test_the_budget_is_never_exceeded_and_its_end_is_told():
         asyncio.run(run(fake.url))
     assert 50 < len(fake.requests) <= 15.0 / 0.11
     assert "budget of 15" in str(end.value) and "failed on 51 of" in str(end.value)
+    assert "`nearpolicy calibrate`" in str(end.value) and "sandbox" not in str(end.value)
     [numbers] = [numbers for names, numbers in told if names == ("verifier", "budget")]
     assert numbers["budget"] == 15.0 and numbers["spent"] <= 15.0
 

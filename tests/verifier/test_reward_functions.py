@@ -182,6 +182,13 @@ def test_verl_mapping_without_a_score_is_a_failure():
     assert verdict.outcome is Outcome.FAILED and "'score'" in verdict.reason
 
 
+def test_verl_mapping_may_name_its_parts_as_it_likes():
+    result = {"score": 1, "value": 0.5, "cls": 2, "reason": 3, "outcome": 4, "result": 5}
+    [verdict] = verdicts(lambda solution_str: result, samples("a"))
+    assert (verdict.outcome, verdict.value) == (Outcome.SCORED, 1.0)
+    assert dict(verdict.parts) == {"value": 0.5, "cls": 2.0, "reason": 3.0, "outcome": 4.0, "result": 5.0}
+
+
 def test_shapes_are_told_apart_by_parameter_names():
     assert prepared(lambda completions: 0).shape is Shape.TRL
     assert prepared(lambda **kwargs: 0).shape is Shape.TRL

@@ -4,7 +4,6 @@ process of their own that may die without anybody waiting for ever."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 from pathlib import Path
@@ -13,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
+from scoring import score, verifying
 
 from nearpolicy.errors import ConfigError, ModelError
 from nearpolicy.models.config import TINY
 from nearpolicy.models.tokenizer import byte_tokenizer
-from nearpolicy.records import Outcome, Prompt, Rollout
-from nearpolicy.verifier.config import JudgeReward, RewardModelReward, RubricReward, VerifierConfig
+from nearpolicy.records import Outcome
+from nearpolicy.verifier.config import JudgeReward, RewardModelReward, RubricReward
 from nearpolicy.verifier.learned.model_main import HeadScorer, _answers
 from nearpolicy.verifier.learned.reward_model import RewardModel, reward_model_setup
 from nearpolicy.verifier.rewards import Sample
-from nearpolicy.verifier.service import VerifierService
 
 
 def tiny(folder: Path, kind: str, num_labels: int = 1, **options) -> str:
@@ -154,6 +153,8 @@ def test_what_the_head_cannot_give_is_refused(whole, steps, language):
         Loaded(path=language)
     with pytest.raises(ModelError, match="label is 3, but the head has the outputs 0 to 0"):
         Loaded(path=whole, label=3)
+    with pytest.raises(ModelError, match="activation is softmax, which is always 1"):
+        Loaded(path=whole, activation="softmax")
     with pytest.raises(ModelError, match="name one that is one"):
         Loaded(path=steps, form="steps", step_token="ab")
 
@@ -221,21 +222,6 @@ def test_settings_without_effect_are_refused(settings, named):
 # In the service
 
 
-@contextlib.asynccontextmanager
-async def verifying(*rewards, **config):
-    service = VerifierService({"t": rewards}, VerifierConfig(**config))
-    try:
-        await service.start()
-        yield service
-    finally:
-        await service.close()
-
-
-async def score(service, text):
-    rollout = Rollout(sample=0, segments=(), text=text, numerics="exact")
-    return await service.score(Prompt(id="p", task="t", text="What is 2 + 2?"), rollout)
-
-
 def test_a_process_that_dies_or_hangs_is_replaced_and_nobody_waits_for_ever(whole):
     async def run():
         async with verifying(RewardModelReward(path=whole, timeout_s=10.0, window_s=0.1), cache=0) as service:
@@ -252,6 +238,17 @@ def test_a_process_that_dies_or_hangs_is_replaced_and_nobody_waits_for_ever(whol
     assert before.outcome is Outcome.SCORED and same.value == pytest.approx(before.value, abs=1e-5)
     assert long.outcome is Outcome.FAILED and "the model takes 512" in long.reason
     assert (lost.outcome, lost.value) == (Outcome.FAILED, None) and "cannot be loaded" in lost.reason
+
+
+def test_rewards_on_one_model_keep_their_own_limits(whole):
+    quick = RewardModelReward(path=whole, timeout_s=10.0, window_s=0.0)
+    slow, again = (quick.model_copy(update={"name": name, "timeout_s": 60.0}) for name in ("slow", "again"))
+
+    async def run():
+        async with verifying(quick, slow, again) as service:
+            return [server._timeout_s for server in service._learned._servers.values()]
+
+    assert asyncio.run(run()) == [10.0, 60.0]
 
 
 def test_a_model_that_cannot_be_loaded_is_refused_at_the_start(language):

@@ -9,12 +9,13 @@ import time
 import pytest
 from fake_endpoint import KEY, blocks, fields_of, is_probe, serving
 from pydantic import ValidationError
+from scoring import score, verifying
 
-from nearpolicy.records import Outcome, Prompt, Rollout
-from nearpolicy.verifier.config import RubricReward, VerifierConfig
+from nearpolicy.records import Outcome
+from nearpolicy.verifier.config import RubricReward
 from nearpolicy.verifier.learned.rubric import Rubric, quotations
+from nearpolicy.verifier.reading import unfit
 from nearpolicy.verifier.rewards import Sample
-from nearpolicy.verifier.service import VerifierService
 
 SOURCE = "The melting point of gallium is 29.8 \u00b0C \u2013 it melts\nin the \u201chand\u201d. "
 SOURCE += "Silver melts at 961 degrees."
@@ -117,6 +118,28 @@ def test_a_row_that_lacks_something_is_failed_and_not_0(item, column, value):
     assert (found.outcome, found.value) == (Outcome.FAILED, None) and repr(column) in found.reason
 
 
+@pytest.mark.parametrize("nothing", [[], "", ["gallium", ""]])
+def test_a_row_that_names_nothing_to_contain_is_at_fault(nothing):
+    """K47: every completion contains nothing."""
+    item = {"kind": "contains", "column": "words"}
+    verdict = checked(item, "Gallium melts", words=nothing)
+    assert verdict.outcome is Outcome.FAILED and "'words' holds" in verdict.reason
+    rows = [{"words": ["gallium"]}, {"words": nothing}]
+    assert [(place, column) for place, column, _ in unfit(RubricReward(items=(item,)), rows)] == [(1, "words")]
+
+
+@pytest.mark.parametrize("item", [{"kind": "regex", "pattern": "PATTERN"}, {"kind": "cites", "marker": "PATTERN"}])
+def test_a_pattern_must_be_one_of_the_library_that_searches_with_it(item):
+    def given(pattern):
+        return RubricReward(items=({key: pattern if value == "PATTERN" else value for key, value in item.items()},))
+
+    for only_there in (r"\p{Greek}", r"(?<=a+)b"):
+        given(only_there)
+    for no_pattern in ("[[:foo:]]", "a{s<=}", "("):  # `re` takes the first two
+        with pytest.raises(ValidationError, match="is not a regular expression"):
+            given(no_pattern)
+
+
 # With a judge
 
 ITEMS = (
@@ -133,14 +156,8 @@ def judged(respond, monkeypatch, text="Gallium melts", **judge):
     async def run(url):
         endpoint = {"base_url": url, "api_key_env": "NEARPOLICY_TEST_JUDGE_KEY", "backoff_s": 0.01}
         reward = RubricReward(items=ITEMS, judge={"endpoint": endpoint, "models": ("m",)} | judge)
-        service = VerifierService({"t": [reward]}, VerifierConfig())
-        try:
-            await service.start()
-            prompt = Prompt(id="p", task="t", text="Which metal?")
-            rollout = Rollout(sample=0, segments=(), text=text, numerics="exact")
-            return (await service.score(prompt, rollout))["rubric"]
-        finally:
-            await service.close()
+        async with verifying(reward) as service:
+            return (await score(service, text, prompt="Which metal?"))["rubric"]
 
     with serving(respond) as fake:
         return asyncio.run(run(fake.url)), fake

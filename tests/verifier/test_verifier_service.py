@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import sys
 import threading
@@ -11,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+from scoring import score, verifying
 
 from nearpolicy.errors import ConfigError, NearpolicyError
 from nearpolicy.records import Finish, Outcome, Prompt, Rollout, Segment, Verdict
@@ -24,21 +24,6 @@ from nearpolicy.verifier.config import (
 )
 from nearpolicy.verifier.functions import RewardFunctionError
 from nearpolicy.verifier.service import VerifierService
-
-
-@contextlib.asynccontextmanager
-async def verifying(*rewards, functions=None, on_event=lambda *a, **k: None, **config):
-    service = VerifierService({"t": rewards}, VerifierConfig(**config), at_hand=functions, on_event=on_event)
-    await service.start()
-    try:
-        yield service
-    finally:
-        await service.close()
-
-
-async def score(service, text, sample=0, **columns):
-    prompt = Prompt(id="p", task="t", text="q", columns=columns)
-    return await service.score(prompt, Rollout(sample=sample, segments=(), text=text, numerics="exact"))
 
 
 def functions_at_hand(**functions):
@@ -289,6 +274,26 @@ def test_mistakes_in_the_set_up_are_refused_by_name():
     with pytest.raises(RewardFunctionError, match=r"'lock' cannot travel.*verifier\.in_process"):
         lock = threading.Lock()
         verdicts_of(lock=lambda completions: [float(lock.locked())])
+
+
+def test_what_cannot_be_closed_keeps_none_of_the_others_open():
+    closed = []
+
+    class Part:
+        def __init__(self, name):
+            self.name = name
+
+        async def close(self):
+            closed.append(self.name)
+            raise OSError(self.name)
+
+    service = VerifierService({"t": [NumberReward()]}, VerifierConfig())
+    service._pool, service._sandbox = Part("pool"), Part("sandbox")
+    service._learned._servers = {name: Part(name) for name in ("model", "another")}
+    service._learned._endpoints = {"endpoint": Part("endpoint")}
+    with pytest.raises(OSError):
+        asyncio.run(service.close())
+    assert sorted(closed) == ["another", "endpoint", "model", "pool", "sandbox"]
 
 
 def test_use_before_start_and_unknown_tasks_are_errors():

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -14,14 +14,15 @@ import time
 from pathlib import Path
 
 import pytest
+from scoring import score, verifying
 
 from nearpolicy.errors import VerifierError
-from nearpolicy.records import Outcome, Prompt, Rollout
-from nearpolicy.verifier.config import FunctionReward, MathVerifyReward, RegexReward, VerifierConfig
+from nearpolicy.records import Outcome
+from nearpolicy.verifier.config import FunctionReward, MathVerifyReward, RegexReward
 from nearpolicy.verifier.functions import RewardFunctionError
+from nearpolicy.verifier.messages import frame
 from nearpolicy.verifier.rewards import Sample
-from nearpolicy.verifier.service import VerifierService
-from nearpolicy.verifier.workers import HOPELESS_CALLS, judge
+from nearpolicy.verifier.workers import HOPELESS_CALLS, WorkerDied, WorkerPool, WorkerProcess, judge
 
 SUBMISSION = Sample(text="submission", columns={}, completion_ids=[], task="t")
 CONTROL = Sample(text="control", columns={}, completion_ids=[], task="t")
@@ -44,22 +45,6 @@ def after_time_limit(check, controls=(CONTROL,), another=None):
         return another if sample is ANOTHER else check
 
     return asyncio.run(judge(ask, SUBMISSION, controls))
-
-
-@contextlib.asynccontextmanager
-async def verifying(*rewards, functions=None, on_event=lambda *a, **k: None, **config):
-    service = VerifierService({"t": rewards}, VerifierConfig(**config), at_hand=functions, on_event=on_event)
-    await service.start()
-    try:
-        yield service
-    finally:
-        await service.close()
-
-
-async def score(service, text, sample=0, **columns):
-    prompt = Prompt(id="p", task="t", text="q", columns=columns)
-    verdicts = await service.score(prompt, Rollout(sample=sample, segments=(), text=text, numerics="exact"))
-    return verdicts
 
 
 def function(name, **fields):
@@ -291,6 +276,32 @@ def test_function_that_always_kills_its_worker_fails_after_bounded_retries(tmp_p
     assert log.read_text() == "xxx"
 
 
+def test_function_that_ends_its_worker_by_a_signal_without_a_name_fails():
+    def deadly(completions):
+        os.kill(os.getpid(), 40)
+
+    async def run():
+        async with verifying(function("deadly"), functions={"here:deadly": deadly}, retries=0) as service:
+            return (await score(service, "a"))["deadly"]
+
+    verdict = asyncio.run(run())
+    assert verdict.outcome is Outcome.FAILED and "was killed by signal 40" in verdict.reason
+
+
+@pytest.mark.parametrize("answer", [b"[" * 100_000, b"garbage", b"\xff"])
+def test_answer_that_cannot_be_read_is_told_as_such_and_ends_the_worker(answer):
+    async def run():
+        ours, theirs = socket.socketpair()
+        with theirs, subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
+            worker = WorkerProcess(process, *await asyncio.open_unix_connection(sock=ours))
+            await asyncio.to_thread(theirs.sendall, frame(answer))
+            with pytest.raises(WorkerDied, match="gave an answer that is no JSON"):
+                await worker.exchange(b"")
+            assert process.returncode == -signal.SIGKILL
+
+    asyncio.run(run())
+
+
 def test_worker_that_died_while_idle_costs_no_attempt():
     def pid(completions):
         return [os.getpid()]
@@ -360,6 +371,22 @@ def test_close_leaves_no_process_and_wakes_every_waiter():
     assert all(v.outcome is Outcome.FAILED and "closed" in v.reason for v in verdicts)
     assert gone(pids, within_s=0.1) and time.monotonic() - began < 20
     assert subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "worker_main"], capture_output=True).stdout == b""
+
+
+def test_a_worker_that_could_not_be_replaced_is_nothing_to_close(monkeypatch):
+    async def none_left(*_):
+        raise OSError("too many open files")
+
+    async def run():
+        pool = WorkerPool({}, workers=1, timeout_s=5, retries=0)
+        await pool.start()
+        [slot] = pool._slots
+        monkeypatch.setattr(WorkerProcess, "start", none_left)
+        slot._replace(slot.starting.result())
+        await asyncio.wait([slot.starting])
+        await pool.close()
+
+    asyncio.run(run())
 
 
 def test_cancelled_call_frees_its_worker():

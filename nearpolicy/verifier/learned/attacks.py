@@ -181,6 +181,3 @@ ATTACKS: tuple[Attack, ...] = (
     Attack("opening_only", "no_answer", lambda a, q, b: "Thought process:"),
     Attack("colon", "no_answer", lambda a, q, b: ":"),
 )
-
-CONTAINED = frozenset({"injection", "fake_verdict", "delimiter", "chat_tokens"})
-"""Kinds that delimiters and strict reading shall make worthless."""

@@ -10,15 +10,29 @@ import re
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from nearpolicy.settings import ConfigModel, RegularExpression, Seconds
+from nearpolicy.settings import ConfigModel, Seconds
 
 
 def changed_keys(config: ConfigModel, keys: tuple[str, ...]) -> list[str]:
     """Those with another value than the default: a recipe that was resolved sets every key."""
     fields = type(config).model_fields
     return [key for key in keys if getattr(config, key) != fields[key].get_default(call_default_factory=True)]
+
+
+def _compiles(pattern: str) -> str:
+    import regex  # what searches with it, under a time limit
+
+    try:
+        regex.compile(pattern)
+    except regex.error as error:
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+    return pattern
+
+
+TimedExpression = Annotated[str, AfterValidator(_compiles)]
+"""Text that the library `regex` accepts, which is not all that `re` does."""
 
 
 # Who is asked
@@ -179,7 +193,7 @@ class CitesItem(_Item):
     """Selects this item."""
     sources_column: str = "sources"
     """Column with the sources: a list, counted from 1, or a mapping from their names (or JSON text of one)."""
-    marker: RegularExpression = r"\[(\w[\w.-]*)\]"
+    marker: TimedExpression = r"\[(\w[\w.-]*)\]"
     """Regular expression of a citation; its first group is the number or name."""
     least: int = Field(default=1, ge=0, le=1000)
     """Citations there must be."""
@@ -254,7 +268,7 @@ class RegexItem(_Item):
 
     kind: Literal["regex"] = "regex"
     """Selects this item."""
-    pattern: RegularExpression
+    pattern: TimedExpression
     """The expression. One that is not done within a second gives a failed verdict."""
 
 

@@ -139,7 +139,7 @@ class Endpoint:
             raise ConfigError(problem)
         return cls(config, key=None if config.api_key_env is None else os.environ[config.api_key_env].strip())
 
-    async def open(self) -> None:
+    def open(self) -> None:
         import httpx2
 
         limits = httpx2.Limits(max_connections=self.config.max_concurrency)

@@ -22,7 +22,7 @@ from nearpolicy.verifier.learned.asking import Answer, Choice, Material, Questio
 from nearpolicy.verifier.learned.config import JudgingConfig
 from nearpolicy.verifier.learned.endpoint import Endpoint, EndpointFault
 from nearpolicy.verifier.learned.model_server import ModelFault, ModelServer
-from nearpolicy.verifier.rewards import RowError, Sample
+from nearpolicy.verifier.rewards import RowError, Sample, column_of
 
 T = TypeVar("T")
 READINGS = 2
@@ -234,9 +234,7 @@ def as_transcript(chat: Sequence[Mapping[str, Any]]) -> str:
 
 def column_text(columns: Mapping[str, Any], name: str) -> str:
     """What a column holds, as text; `RowError` if nothing."""
-    value = columns.get(name)
-    if value is None:
-        raise RowError(f"the column {name!r} is {'empty' if name in columns else 'missing'} in this row")
+    value = column_of(name, columns)
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
 

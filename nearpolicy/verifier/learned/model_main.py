@@ -10,20 +10,15 @@ computes in one thread, so that a score does not depend on what else the machine
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import socket
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, BinaryIO
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from nearpolicy.errors import described
-from nearpolicy.machine import die_with, prepare_environment
+from nearpolicy.machine import prepare_environment
 from nearpolicy.verifier.learned.asking import without_tokens
-from nearpolicy.verifier.messages import encoded, read_frame
-
-NICENESS = 5
+from nearpolicy.verifier.messages import serve
 
 
 class TooLong(Exception):
@@ -31,35 +26,18 @@ class TooLong(Exception):
 
 
 def main(descriptor: int, parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with(parent)
     prepare_environment()
-    os.set_inheritable(descriptor, False)
-    with socket.socket(fileno=descriptor) as connection, connection.makefile("rwb") as stream:
-        setup = read_frame(stream)
-        if setup is None:
-            return
-        scorer = _loaded(json.loads(setup), stream)
-        if scorer is None:
-            return
-        os.nice(NICENESS)
-        while (batch := read_frame(stream)) is not None:
-            _say(stream, _answers(scorer, json.loads(batch)))
+    serve(descriptor, parent, _loaded)
 
 
-def _say(stream: BinaryIO, answer: Any) -> None:
-    stream.write(encoded(answer))
-    stream.flush()
-
-
-def _loaded(setup: Mapping[str, Any], stream: BinaryIO) -> Scorer | None:
+def _loaded(text: bytes) -> tuple[dict[str, Any], Callable[[bytes], Any] | None]:
+    """What answers a batch, with the model loaded; or a refusal."""
+    setup = json.loads(text)
     try:
         scorer = _SCORERS[setup["scorer"]](setup)
     except BaseException as error:  # foreign files; the parent says what it means
-        _say(stream, {"status": "refused", "message": described(error, 600)})
-        return None
-    _say(stream, {"status": "ready", "specials": scorer.specials})
-    return scorer
+        return {"status": "refused", "message": described(error, 600)}, None
+    return {"status": "ready", "specials": scorer.specials}, lambda batch: _answers(scorer, json.loads(batch))
 
 
 def _answers(scorer: Scorer, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -146,6 +124,8 @@ class HeadScorer(Scorer):
         outputs, label = self._head.num_outputs, setup["label"]
         if label >= outputs:
             raise ModelError(f"label is {label}, but the head has the outputs 0 to {outputs - 1}")
+        if setup["activation"] == "softmax" and outputs == 1:
+            raise ModelError("activation is softmax, which is always 1 for the one output of this head; use sigmoid")
         self._activation = setup["activation"] or ("none" if outputs == 1 else "softmax")
         self._chat = bool(self.tokenizer.chat_template) if setup["chat"] is None else setup["chat"]
         if self._chat and not self.tokenizer.chat_template:

@@ -16,7 +16,7 @@ import json
 import re
 import statistics
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -34,7 +34,7 @@ from nearpolicy.verifier.learned.config import (
     RubricItem,
 )
 from nearpolicy.verifier.learned.judge import NoAnswer, Panel, column_text, shown
-from nearpolicy.verifier.rewards import RowError, Sample, find_numbers, is_number
+from nearpolicy.verifier.rewards import RowError, Sample, brief, find_numbers, is_number
 
 PATTERN_S = 1.0
 """Longest search for one regular expression."""
@@ -203,13 +203,20 @@ def _number(item: NumberItem, sample: Sample) -> bool:
     return any(abs(value - right) <= allowed for value in (found if item.which == "any" else found[-1:]))
 
 
-def _contains(item: ContainsItem, sample: Sample) -> bool:
-    wanted: Sequence[str]
+def wanted_texts(item: ContainsItem, columns: Mapping[str, Any]) -> list[str]:
+    """What a completion must contain; `RowError` if the row names nothing, which any completion would contain."""
     if item.text is not None:
-        wanted = [item.text]
-    else:
-        value = sample.columns.get(str(item.column))
-        wanted = list(map(str, value)) if isinstance(value, list) else [column_text(sample.columns, str(item.column))]
+        return [item.text]
+    name = str(item.column)
+    value = columns.get(name)
+    wanted = list(map(str, value)) if isinstance(value, list) else [column_text(columns, name)]
+    if not wanted or not all(wanted):
+        raise RowError(f"the column {name!r} holds {brief(value)}, which every completion contains")
+    return wanted
+
+
+def _contains(item: ContainsItem, sample: Sample) -> bool:
+    wanted = wanted_texts(item, sample.columns)
     text = sample.text.casefold() if item.ignore_case else sample.text
     return all((each.casefold() if item.ignore_case else each) in text for each in wanted)
 

@@ -8,6 +8,7 @@ What is missing is refused here, before the first completion: a key, an endpoint
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -55,10 +56,9 @@ class LearnedScorers:
                 raise ConfigError(f"reward {key!r}: {error}") from None
 
     async def close(self) -> None:
-        for endpoint in self._endpoints.values():
-            await endpoint.close()
-        for server in self._servers.values():
-            await server.close()
+        async with contextlib.AsyncExitStack() as ending:
+            for each in (*self._servers.values(), *self._endpoints.values()):
+                ending.push_async_callback(each.close)
 
     async def score(self, key: str, sample: Sample) -> Verdict:
         if key not in self._scorers:
@@ -88,16 +88,16 @@ class LearnedScorers:
         name = config.endpoint.model_dump_json()
         if name not in self._endpoints:
             endpoint = Endpoint.of(config.endpoint)
-            await endpoint.open()
+            endpoint.open()
             self._endpoints[name] = endpoint
         panel = RemotePanel(config, self._endpoints[name])
         await panel.probe()
         return panel
 
     async def _server(self, setup: Mapping[str, Any], reward: RewardModelReward | None = None) -> ModelServer:
-        name = json.dumps(setup, sort_keys=True)
+        batching = {key: getattr(reward, key, default) for key, default in _JUDGE_BATCHING.items()}
+        name = json.dumps([setup, batching], sort_keys=True)
         if name not in self._servers:
-            batching = {key: getattr(reward, key, default) for key, default in _JUDGE_BATCHING.items()}
             server = ModelServer(setup, name=f"the model {setup['path']!r}", **batching)
             await server.start()
             self._servers[name] = server

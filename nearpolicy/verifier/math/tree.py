@@ -38,7 +38,8 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """An operation on values: + * / ^ neg, a function of `numbers`, or one without a meaning of its own (``f(x)``)."""
+    """An operation on values: + * / ^ neg, one of `notation.FUNCTIONS`, or one that means nothing by itself
+    (``f(x)``)."""
 
     operation: str
     arguments: tuple[Expression, ...]

@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nearpolicy.verifier.sandbox.isolation import (
+    _DEVICES,
     _SYSTEM,
     FOLDER,
     FOLDER_MIB,
@@ -75,29 +76,28 @@ class Bubblewrap:
             finally:
                 running.close()
 
+    async def close(self) -> None:
+        """Nothing outlives a run."""
+
     async def _run(self, run: Run, running: Running) -> Ended:
         reading, writing = os.pipe2(os.O_CLOEXEC)
-        program, stdin, *streams = running.descriptors
-        places = dict(enumerate([stdin, *streams])) | {_PROGRAM: program, _REPORT: writing}
         try:
-            process = await asyncio.to_thread(_spawned, self._command(run), places)
+            try:
+                # Not on a thread: who is cancelled meanwhile would leave a process that nobody knows.
+                process = _spawned(self._command(run), _placed(running, writing))
+            finally:
+                os.close(writing)
+            try:
+                pidfd = os.pidfd_open(process)
+                running.started(pidfd)
+                status, cpu_s, rss = await _end_of(process, pidfd)
+            except BaseException:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+                await asyncio.to_thread(os.waitpid, process, 0)
+                raise
+            report = _read(reading)
         finally:
-            os.close(writing)
-        try:
-            pidfd = os.pidfd_open(process)
-            running.started(pidfd)
-            status, cpu_s, rss = await _end_of(process, pidfd)
-        except BaseException:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-            await asyncio.to_thread(os.waitpid, process, 0)
-            raise
-        finally:
-            report = b""
-            os.set_blocking(reading, False)
-            with contextlib.suppress(BlockingIOError):
-                while more := os.read(reading, 1 << 16):
-                    report += more
             os.close(reading)
         running.ended()
         message = {"cpu_s": cpu_s, "max_rss_mib": rss, "status": _program_status(report)}
@@ -144,7 +144,7 @@ class Bubblewrap:
         for name in ("harness", "values", "isolation", "kernel", "syscalls"):
             options += ["--ro-bind", f"{_CODE}/{name}.py", f"{_INSIDE}/{name}.py"]
         options += ["--dir", "/dev"]
-        for name in ("null", "zero", "full", "random", "urandom"):
+        for name in _DEVICES:
             options += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
         options += [
             "--size",
@@ -158,6 +158,12 @@ class Bubblewrap:
             FOLDER,
         ]
         return [*options, "--remount-ro", "/"]
+
+
+def _placed(running: Running, report: int) -> dict[int, int]:
+    """Place -> descriptor of the process."""
+    program, stdin, *streams = running.descriptors
+    return dict(enumerate([stdin, *streams])) | {_PROGRAM: program, _REPORT: report}
 
 
 def _spawned(command: list[str], places: dict[int, int]) -> int:
@@ -182,6 +188,16 @@ async def _end_of(process: int, pidfd: int) -> tuple[int, float, float]:
         loop.remove_reader(pidfd)
     _, status, usage = os.wait4(process, 0)
     return os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
+
+
+def _read(pipe: int) -> bytes:
+    """What is in a pipe now."""
+    found = b""
+    os.set_blocking(pipe, False)
+    with contextlib.suppress(BlockingIOError):
+        while more := os.read(pipe, 1 << 16):
+            found += more
+    return found
 
 
 def _program_status(report: bytes) -> int | None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import enum
 import re
-import signal
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from nearpolicy.machine import signal_name
 from nearpolicy.verifier.sandbox import values
 from nearpolicy.verifier.sandbox.comparison import same_text, same_value
 from nearpolicy.verifier.sandbox.harness import LENGTH, is_exception
@@ -111,7 +112,7 @@ class CodeTask:
 _AT_ONCE = 1 << 16
 """Bytes of a result that are judged here; more is judged beside the event loop, which goes on meanwhile."""
 _LEAST_S = 0.1
-"""Wall limit of a run once all of a grading's time is used up."""
+"""Wall limit of a run that begins when next to nothing is left of a grading's time."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,60}")
 _Graded = tuple[CodeVerdict, str | None]
 _PASSED: _Graded = (CodeVerdict.PASSED, None)
@@ -122,7 +123,7 @@ async def grade(
     most_s: float | None = None,
 ) -> Grade:  # fmt: skip
     """``every_test``: go on after a test that is not passed, to know how many are. ``most_s``: time of all runs of the
-    program together, beyond which it has reached its wall limit; waiting for a place is not counted.
+    program together, after which no further one begins; waiting for a place is not counted.
 
     Raises `CannotSplitError` for test code that needs the weaker trust.
     """
@@ -141,6 +142,8 @@ class _Grading:
         self._most_s = most_s
         self._usage = Usage()
         self._last = Ended()
+        self._asked_s = 0.0
+        """How long test code waited for calls of the program."""
 
     async def run(self, every_test: bool) -> Grade:
         task = self._task
@@ -149,13 +152,14 @@ class _Grading:
         first, passed = _PASSED, 0
         decided = self._last
         for number, test in enumerate(task.tests, start=1):
-            verdict, reason = await self._one(test)
+            spent = self._spent()
+            verdict, reason = spent or await self._one(test)
             if verdict is CodeVerdict.PASSED:
                 passed += 1
                 continue
             if first is _PASSED or verdict is CodeVerdict.SANDBOX_FAILURE:
                 first, decided = (verdict, f"test {number}" + (f": {reason}" if reason else "")), self._last
-            if not every_test or verdict is CodeVerdict.SANDBOX_FAILURE:
+            if not every_test or verdict is CodeVerdict.SANDBOX_FAILURE or spent:
                 break
         self._last = decided
         return self._graded(first, passed)
@@ -166,6 +170,13 @@ class _Grading:
             verdict=verdict, reason=reason, passed=passed, tests=len(self._task.tests), usage=self._usage,
             stdout=self._last.stdout, stderr=self._last.stderr,
         )  # fmt: skip
+
+    def _spent(self) -> _Graded | None:
+        """The verdict once all time is used up: a program that sleeps would else outlast the time there is to judge it,
+        and have no reward where it would get none."""
+        if self._most_s is None or self._usage.wall_s < self._most_s:
+            return None
+        return CodeVerdict.TIME_LIMIT, f"all runs together: {self._most_s:g} s"
 
     async def _one(self, test: Any) -> _Graded:
         if isinstance(test, StdinTest):
@@ -188,13 +199,15 @@ class _Grading:
     async def _run(self, kind: str, job: dict[str, Any], *, stdin: bytes = b"", program: bytes | None = None,
                    on_frame: Callable[[bytes], Awaitable[bytes]] | None = None) -> Ended:  # fmt: skip
         limits = self._limits
-        if self._most_s is not None:  # else a program that sleeps through its tests is never judged at all
+        if self._most_s is not None:
             limits = replace(limits, wall_s=min(limits.wall, max(self._most_s - self._usage.wall_s, _LEAST_S)))
         run = Run(
             kind=kind, program=self._program if program is None else program, stdin=stdin, job=job, limits=limits,
             packages=self._packages,
         )  # fmt: skip
         ended = await self._sandbox.run(run, on_frame)
+        if on_frame is not None:  # what it asked for is counted already, and waiting for a place is nobody's time
+            ended = replace(ended, wall_s=max(0.0, ended.wall_s - self._asked_s))
         self._usage = self._usage.plus(ended)
         self._last = ended
         return ended
@@ -212,16 +225,24 @@ class _Grading:
                 return b""
             if not isinstance(asked, dict) or "entry" not in asked:
                 return b""  # the end; it is judged when the run is dead
-            ended = await self._run("call", {}, stdin=values.dumps(asked))
-            found, answer = await _aside(ended.frame, partial(called, may_raise=True), ended, self._limits)
+            found, reply = await self._call(asked)
             if found is not None:
                 ends.append(found)
-            reply = await _aside(ended.frame, values.dumps, answer)
             return LENGTH.pack(len(reply)) + reply
 
         code = values.dumps([self._task.setup, *self._task.tests])
         tester = await self._run("tests", {"entry": self._task.entry}, program=code, on_frame=on_frame)
         return self._end(tester, ends)
+
+    async def _call(self, asked: Any) -> tuple[_Graded | None, bytes]:
+        """The verdict on a call of test code that gave no answer, or None, and what the test code is told."""
+        if (spent := self._spent()) is not None:
+            return spent, values.dumps({})
+        begin = time.perf_counter()
+        ended = await self._run("call", {}, stdin=values.dumps(asked))
+        self._asked_s += time.perf_counter() - begin
+        found, answer = await _aside(ended.frame, partial(called, may_raise=True), ended, self._limits)
+        return found, await _aside(ended.frame, values.dumps, answer)
 
     async def _together(self) -> tuple[_Graded, int]:
         code = values.dumps([self._program.decode("utf-8", "replace"), self._task.setup, *self._task.tests])
@@ -290,10 +311,7 @@ def _status(status: int, last_line: bytes) -> str:
     if status >= 0:
         raised = re.match(rb"[A-Za-z_][A-Za-z0-9_.]{0,60}(?=:|$)", last_line)
         return f"exit status {status}" + (f", {raised[0].decode()}" if raised and status == 1 else "")
-    try:
-        return f"signal {signal.Signals(-status).name}"
-    except ValueError:
-        return f"signal {-status}"
+    return f"signal {signal_name(-status)}"
 
 
 def called(ended: Ended, limits: Limits, *, may_raise: bool = False) -> tuple[_Graded | None, dict[str, Any]]:

@@ -68,7 +68,7 @@ def leave_users(slot: int, *, keep_reading: bool = False) -> None:
     else:
         raise OSError("no user id could be taken for a worker of the sandbox")
     if keep_reading:
-        kernel.drop_capabilities(kernel.READ_ANY_FILE)
+        kernel.dropping(kernel.READ_ANY_FILE)()
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # lost with the id; without it the map of ids cannot be written
 
 

@@ -34,10 +34,10 @@ SECCOMP_MODE_FILTER = 2
 
 MACHINE = platform.machine()
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}.get(MACHINE, -1)
-_PIDFD_OPEN, _CLONE3, _CLOSE_RANGE, _MOUNT_SETATTR = 434, 435, 436, 442
+_CLONE3, _CLOSE_RANGE, _MOUNT_SETATTR = 435, 436, 442
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 
-_AT_FDCWD, _AT_RECURSIVE, _AT_EMPTY_PATH = -100, 0x8000, 0x1000
+_AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 
 _libc = ctypes.CDLL(None, use_errno=True)
 # Without releasing the lock of the interpreter: the copy of this process must find it held by its only thread.
@@ -156,12 +156,8 @@ def bound_capabilities() -> None:
             continue
 
 
-def drop_capabilities(kept: int = 0) -> None:
-    """All but those of the mask ``kept``, for good."""
-    dropping(kept)()
-
-
 def dropping(kept: int) -> Call:
+    """All capabilities but those of the mask ``kept``, for good."""
     header = ctypes.create_string_buffer(struct.pack("Ii", 0x20080522, 0))
     return Call(
         "capset", _libc.capset, header, ctypes.create_string_buffer(struct.pack("IIIIII", kept, kept, 0, 0, 0, 0))

@@ -37,9 +37,7 @@ class Opened:
         return await self.sandbox.run(run, on_frame)
 
     async def close(self) -> None:
-        close = getattr(self.sandbox, "close", None)
-        if close is not None:
-            await close()
+        await self.sandbox.close()
 
 
 async def opened(
@@ -83,7 +81,7 @@ async def attacked(isolation: str, *, workers: int, packages: Sequence[str]) -> 
     sandbox = _sandbox(isolation, workers, installed(packages))
     found = Opened(sandbox=sandbox, isolation=isolation)
     try:
-        won = await escapes(sandbox)
+        won = await escapes(sandbox, packages=bool(packages))
     except BaseException:
         await found.close()
         raise
@@ -114,18 +112,33 @@ def _missing(name: str) -> str | None:
 
 
 def installed(packages: Sequence[str]) -> list[str]:
-    """Folders and files that make up these packages; `VerifierError` for one that is not installed here."""
+    """Folders and files that make up these packages; `VerifierError` for one that programs cannot be given."""
     found: dict[str, None] = {}
     for name in packages:
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:
-            raise VerifierError(f"verifier.packages names {name!r}, which is not installed here")
-        home = Path(spec.origin).parent if spec.submodule_search_locations is None else Path(spec.origin).parents[1]
-        for top in _top_level(name) or {Path(spec.origin).parent.name}:
-            path = home / top
+        place = _place(name)
+        for top in _top_level(name) or {place.name}:
+            path = place.parent / top
             if path.exists():
                 found[os.fspath(path)] = None
     return list(found)
+
+
+def _place(name: str) -> Path:
+    """The folder of a package, or the file of a single module."""
+    if "." in name:
+        raise VerifierError(f"verifier.packages names {name!r}; name the whole package, {name.partition('.')[0]!r}")
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or spec.origin is None:
+        raise VerifierError(
+            f"verifier.packages names {name!r}, which is not installed here: install it, or leave it out"
+        )
+    if not spec.has_location:  # its origin is a word, and as a path that would be somewhere else
+        raise VerifierError(f"verifier.packages names {name!r}, which is a part of Python itself; leave it out")
+    origin = Path(spec.origin)
+    return origin if spec.submodule_search_locations is None else origin.parent
 
 
 def _top_level(package: str) -> set[str]:
@@ -141,4 +154,5 @@ def _top_level(package: str) -> set[str]:
 
 
 def _tops(distribution: str) -> set[str]:
-    return {Path(file).parts[0] for file in importlib.metadata.files(distribution) or ()}
+    files = [Path(file) for file in importlib.metadata.files(distribution) or ()]
+    return {file.parts[0] for file in files if not file.is_absolute()}

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import secrets
-import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -50,8 +49,9 @@ def forked():
         os._exit(0)
     os.waitpid(pid, 0)
     return True
-attempt("read a file of this machine", lambda: read(told["file"]))
-attempt("list a folder of this machine", lambda: listed(os.path.dirname(told["file"])))
+for root in ("", "/packages"):
+    attempt("read a file of this machine", lambda: read(root + told["file"]))
+    attempt("list a folder of this machine", lambda: listed(root + os.path.dirname(told["file"])))
 for pid in (told["pid"], os.getppid(), 1):
     if pid not in (0, os.getpid()):
         attempt("read the environment of another process", lambda: bool(open(f"/proc/{pid}/environ", "rb").read()))
@@ -69,22 +69,32 @@ print(json.dumps(won))
 """
 
 
-async def escapes(sandbox: Sandbox) -> list[str] | str:
-    """What a hostile program got done, in words; or why none can run there."""
-    canary, marker = "NP-CANARY-" + secrets.token_hex(8), "np-probe-" + secrets.token_hex(8)
-    try:
-        return await _attacked(sandbox, canary, marker)
-    except OSError as error:
-        return f"it cannot be checked, which needs a folder for temporary files and the loopback network: {error}"
+async def escapes(sandbox: Sandbox, *, packages: bool = False) -> list[str] | str:
+    """What a hostile program got done, in words; or why none can run there. ``packages``: where there are packages too,
+    whose folders are let in."""
+    won: set[str] = set()
+    for each in (False, True) if packages else (False,):
+        canary, marker = "NP-CANARY-" + secrets.token_hex(8), "np-probe-" + secrets.token_hex(8)
+        try:
+            found = await _attacked(sandbox, canary, marker, packages=each)
+        except OSError as error:
+            return f"it cannot be checked, which needs a folder for temporary files and the loopback network: {error}"
+        if isinstance(found, str):
+            return found
+        won |= set(found)
+    return sorted(won)
 
 
-async def _attacked(sandbox: Sandbox, canary: str, marker: str) -> list[str] | str:
+async def _attacked(sandbox: Sandbox, canary: str, marker: str, *, packages: bool) -> list[str] | str:
     with _bait(canary, marker) as told:
-        run = Run(kind="program", program=_ATTACK.encode(), stdin=json.dumps(told).encode(), limits=Limits(cpu_s=5))
+        run = Run(
+            kind="program", program=_ATTACK.encode(), stdin=json.dumps(told).encode(), limits=Limits(cpu_s=5),
+            packages=packages,
+        )  # fmt: skip
         ended = await sandbox.run(run)
         if ended.failure is not None or ended.status != 0 or ended.stopped is not None:
             why = ended.failure or ended.stderr.decode(errors="replace").strip()[-200:] or f"status {ended.status}"
-            return f"no program can run: {why}"
+            return f"no program can run{' that imports verifier.packages' if packages else ''}: {why}"
         won = set(json.loads(ended.stdout))
         seen = {f"left a file in {folder}" for folder in told["folders"] if _remove(Path(folder, marker))}
     return sorted((won - {"write outside its folder"}) | seen)
@@ -92,11 +102,17 @@ async def _attacked(sandbox: Sandbox, canary: str, marker: str) -> list[str] | s
 
 @contextlib.contextmanager
 def _bait(canary: str, marker: str) -> Iterator[dict]:
-    folder = tempfile.mkdtemp(prefix="nearpolicy-probe-")
     abstract = "nearpolicy-" + secrets.token_hex(8)
-    file = Path(folder, "canary.txt")
-    file.write_text(canary)
-    with socket.socket() as tcp, socket.socket(socket.AF_UNIX) as local, socket.socket(type=socket.SOCK_DGRAM) as udp:
+    with (
+        tempfile.TemporaryDirectory(prefix="nearpolicy-probe-", ignore_cleanup_errors=True) as folder,
+        socket.socket() as tcp,
+        socket.socket(socket.AF_UNIX) as local,
+        socket.socket(type=socket.SOCK_DGRAM) as udp,
+    ):
+        file = Path(folder, "canary.txt")
+        file.write_text(canary)
+        os.chmod(folder, 0o755)  # walls must keep a run out, not that it may be another user
+        file.chmod(0o644)
         tcp.bind(("127.0.0.1", 0))
         tcp.listen()
         port = tcp.getsockname()[1]
@@ -106,13 +122,10 @@ def _bait(canary: str, marker: str) -> Iterator[dict]:
         local.listen()
         home = os.path.expanduser("~")
         folders = [folder, "/", "/tmp", "/var/tmp", "/dev/shm", os.path.dirname(os.__file__), home, "/usr"]
-        try:
-            yield {
-                "canary": canary, "marker": marker, "file": str(file), "port": port, "abstract": "\0" + abstract,
-                "pid": os.getpid(), "folders": folders,
-            }  # fmt: skip
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        yield {
+            "canary": canary, "marker": marker, "file": str(file), "port": port, "abstract": "\0" + abstract,
+            "pid": os.getpid(), "folders": folders,
+        }  # fmt: skip
 
 
 def _remove(path: Path) -> bool:

@@ -16,6 +16,7 @@ import httpx2
 
 from nearpolicy.errors import VerifierError
 from nearpolicy.verifier.sandbox import harness, values
+from nearpolicy.verifier.sandbox.pool import CONTROL, CONTROL_ANSWER
 from nearpolicy.verifier.sandbox.runs import Ended, OnFrame, Run
 
 ATTEMPTS = 3
@@ -75,6 +76,8 @@ class Remote:
                 await asyncio.sleep(BACK_OFF_S * 2 ** (attempt - 1))
             try:
                 response = await self._client.post(self._url, json=asked, timeout=limit_s)
+            except httpx2.InvalidURL as error:
+                return f"{self._url} is no address: {error}"
             except httpx2.HTTPError as error:
                 problem = f"{self._url} cannot be reached ({type(error).__name__}: {error})"
                 continue
@@ -94,9 +97,10 @@ class Remote:
 
     async def check(self) -> None:
         """`VerifierError` unless the service runs a program, now."""
-        ended = await self.run(Run(kind="program", program=b"print(int(input()) ** 2)", stdin=b"7\n"))
-        if ended.failure is not None or ended.stdout.strip() != b"49":
-            why = ended.failure or f"it printed {ended.stdout[:80]!r} where 49 was due"
+        ended = await self.run(CONTROL)
+        due = CONTROL_ANSWER.strip()
+        if ended.failure is not None or ended.stdout.strip() != due:
+            why = ended.failure or f"it printed {ended.stdout[:80]!r} where {due.decode()} was due"
             raise VerifierError(f"the remote sandbox cannot be used: {why}. Check verifier.sandbox_url")
 
     async def close(self) -> None:

@@ -127,7 +127,7 @@ class Worker:
         self.runs += 1
         running = Running(run, on_frame)
         try:
-            await self._send(run, running)
+            self._send(run, running)
             message, descriptors = await self._next(LOST_S)
             if descriptors:
                 running.started(descriptors[0])
@@ -139,7 +139,7 @@ class Worker:
             raise WorkerLost("a worker of the sandbox ended under a run")
         return running.outcome(message)
 
-    async def _send(self, run: Run, running: Running) -> None:
+    def _send(self, run: Run, running: Running) -> None:
         limits = run.limits
         request = {
             "kind": run.kind,

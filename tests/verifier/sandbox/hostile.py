@@ -167,8 +167,7 @@ async def judged(isolation: str, places: int, repeats: int, files: list[Path]) -
 
             await asyncio.gather(*(admitted(file) for _ in range(repeats) for file in files))
     finally:
-        if isinstance(sandbox, Workers):
-            await sandbox.close()
+        await sandbox.close()
     return found
 
 

@@ -112,6 +112,18 @@ def test_a_service_that_does_not_run_programs_is_refused_at_the_start(monkeypatc
         with_remote(lambda sandbox: sandbox.check(), lambda _: httpx2.Response(200, json=echo))
 
 
+def test_an_address_that_is_none_is_refused_at_the_start():
+    async def check():
+        sandbox = Remote("http://[::1", 1)
+        try:
+            await sandbox.check()
+        finally:
+            await sandbox.close()
+
+    with pytest.raises(VerifierError, match=r"http://\[::1/run_code is no address.*verifier\.sandbox_url"):
+        asyncio.run(check())
+
+
 def test_a_fault_that_passes_is_tried_again(monkeypatch):
     monkeypatch.setattr(remote, "BACK_OFF_S", 0.0)
     calls = iter([httpx2.Response(502), None])
