@@ -21,9 +21,8 @@ def _folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [{"question": f"{a} + {b} =", "answer": str(a + b)} for a in range(6) for b in range(6)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    Path("reward.py").write_text(
-        "def judge(completions, **_): return [float(sum(map(ord, c)) % 7) for c in completions]"
-    )
+    judge = "def judge(completions, **_): return [float(sum(map(ord, c)) % 7) for c in completions]"
+    Path("reward.py").write_text(judge)
     Path("demo.yaml").write_text(RECIPE)
 
 

@@ -1,5 +1,5 @@
-"""Life cycles of groups in the hundreds of thousands: none is consumed beyond the bound, each ends exactly once, nothing
-stands still; through stragglers, failures, rare publication, dropped groups and restarts."""
+"""Life cycles of groups in the hundreds of thousands: none is consumed beyond the bound, each ends exactly once,
+nothing stands still; through stragglers, failures, rare publication, dropped groups and restarts."""
 
 from __future__ import annotations
 

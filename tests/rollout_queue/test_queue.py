@@ -597,7 +597,7 @@ def test_slots_follow_who_waits_for_whom():
         fewest = queue.slots
         producer.cancel()
         await settle()
-        while queue.num_waiting:  # nothing is generated any more
+        while queue._groups:  # nothing is generated any more
             step += 1
             await a_step(step, 0.0)
         waits = asyncio.create_task(queue.take(2))
