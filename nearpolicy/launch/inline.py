@@ -20,9 +20,7 @@ class RoleThread:
 
     def __init__(self, name: str, threads: int) -> None:
         self._name = name
-        self._pool = ThreadPoolExecutor(
-            max_workers=1, thread_name_prefix=name, initializer=_settle, initargs=(threads,)
-        )
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name, initializer=settle, initargs=(threads,))
 
         self.is_busy = False
         """Whether it computes. May be asked from any thread; the answer may be old at once."""
@@ -44,7 +42,8 @@ class RoleThread:
         self._pool.shutdown(wait=True)
 
 
-def _settle(threads: int) -> None:
+def settle(threads: int) -> None:
+    """What a thread needs for the same bits as any other: torch keeps both settings by thread."""
     torch.set_num_threads(threads)
     torch.set_flush_denormal(True)
 
