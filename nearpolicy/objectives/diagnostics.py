@@ -43,8 +43,8 @@ def mismatch_by_cause(
     """The same distance of tokens apart by what may cause it; ``causes`` [N] of `Cause`.
 
     Fresh tokens were sampled under the very weights of the proximal policy: what separates them there is what engine
-    and learner compute differently (sampling temperature, precision, a tensor that was not synchronised, keys and values
-    of other weights), and nothing else. The rest is staleness, and keys and values that were kept over a swap.
+    and learner compute differently (sampling temperature, precision, a tensor that was not synchronised, a prefix of
+    other weights), and nothing else. The rest is staleness, and keys and values that were kept over a swap.
     """
     if not len(causes):
         return {}
@@ -59,12 +59,12 @@ def mismatch_by_cause(
 
 
 FRESH, KEPT_KV, STALE = 0, 1, 2
-"""Of a token: its version is that of the proximal policy, and so is that of all before it in its sequence; its version is,
-but not that of all before it, whose keys and values were kept; its version is an older one."""
+"""Of a token: its version is that of the proximal policy, and so is that of all before it in its sequence; its version
+is, but not that of all before it, whose keys and values were kept; its version is an older one."""
 
 
 def causes_of(versions: np.ndarray, mask: np.ndarray, version: int) -> np.ndarray:
-    """[T] of one segment, whose tokens where ``mask`` is True were sampled under ``versions``; meaningless elsewhere."""
+    """[T] of a segment whose tokens, where ``mask`` is True, were sampled under ``versions``; meaningless elsewhere."""
     sampled = np.where(mask, versions, np.iinfo(versions.dtype).max)
     oldest_so_far = np.minimum.accumulate(sampled) if len(sampled) else sampled
     return np.where(versions < version, STALE, np.where(oldest_so_far < version, KEPT_KV, FRESH))
