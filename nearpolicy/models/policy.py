@@ -111,7 +111,7 @@ class PolicyModel(nn.Module):
         given. ``reference``: another model and its hidden states [N, hidden] for the same rows; then the KL to its
         distribution is given as well.
         """
-        hidden = self.hidden(input_ids, positions, context)[rows]
+        hidden = chosen_rows(self.hidden(input_ids, positions, context), rows)
         settings = (temperature, entropy_has_gradient, None if reference is None else reference[0])
         theirs = hidden.new_empty(len(rows), 0) if reference is None else reference[1]
         if len(rows) <= HEAD_CHUNK:
@@ -145,6 +145,13 @@ class PolicyModel(nn.Module):
         if not entropy_has_gradient:
             scores = scores._replace(entropies=scores.entropies.detach())
         return scores if reference is not None else scores[:2]
+
+
+def chosen_rows(hidden: Tensor, rows: Tensor) -> Tensor:
+    """[T, hidden] -> [rows, hidden]. A row may be chosen several times (the end of a prompt that a group shares), and
+    the gradient of an index adds those up in the order in which threads come to them; that of `index_select` in the
+    order of the rows."""
+    return hidden.index_select(0, rows)
 
 
 def last_hidden(decoder: nn.Module, input_ids: Tensor, positions: Tensor, context: PackedContext) -> Tensor:

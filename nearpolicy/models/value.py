@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nearpolicy.models.attention import PackedContext
-from nearpolicy.models.policy import PolicyModel, last_hidden
+from nearpolicy.models.policy import PolicyModel, chosen_rows, last_hidden
 
 
 class ValueModel(nn.Module):
@@ -34,5 +34,5 @@ class ValueModel(nn.Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor, context: PackedContext, rows: Tensor) -> Tensor:
         """[N] values of the states that the chosen packed ``rows`` [N] end in: what is still to come from there."""
-        states = last_hidden(self.decoder, input_ids, positions, context)[rows]
+        states = chosen_rows(last_hidden(self.decoder, input_ids, positions, context), rows)
         return (states.to(self.weight.dtype) * self.weight).sum(dim=-1) + self.bias

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nearpolicy.models.attention import NAME, PAGE, QUERY_CHUNK
-from nearpolicy.models.policy import HEAD_CHUNK, log_softmax, score_tokens
+from nearpolicy.models.policy import HEAD_CHUNK, chosen_rows, log_softmax, score_tokens
 from nearpolicy.models.rows import Node, RowContext
 
 
@@ -195,3 +195,18 @@ def test_the_gradient_through_a_prompt_that_completions_share_is_that_of_separat
     )
     assert float(ours.detach() - theirs.detach()) == pytest.approx(0.0, abs=1e-3)
     assert relative(gradient(policy, ours), gradient(policy, theirs)) < 1e-5
+
+
+def test_the_gradient_of_a_row_that_many_completions_share_does_not_depend_on_threads():
+    hidden = torch.randn(300, 1024, requires_grad=True)
+    rows = torch.arange(300).repeat_interleave(torch.tensor([16 if i % 10 == 0 else 1 for i in range(300)]))
+    above = torch.randn(len(rows), 1024)
+
+    def gradient(threads: int) -> torch.Tensor:
+        torch.set_num_threads(threads)
+        hidden.grad = None
+        (chosen_rows(hidden, rows) * above).sum().backward()
+        return hidden.grad
+
+    alone = gradient(1)
+    assert all(torch.equal(gradient(2), alone) for _ in range(30))
