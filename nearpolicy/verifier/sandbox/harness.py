@@ -35,7 +35,7 @@ _TIDY_LIMIT = 200
 
 
 def prepare() -> None:
-    """What every run finds, while descriptors 0 to 2 are of the kinds they will be. Once for all copies of a process."""
+    """What every run finds, while descriptors 0 to 2 are of the kinds they will be. Once for all copies."""
     random.seed(0)
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed(0)
