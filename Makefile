@@ -1,13 +1,14 @@
 # make demo    set up, then train a real model on two CPU cores; each call makes a new run folder.
 #              ARGS="run.steps=2" is passed on to `nearpolicy train`
 # make test    set up, then the test suite; make test-all adds the large tests
+# make chaos   500 kills and faults over short runs: nothing lost, nothing twice; ARGS="--kills 20 --faults 10"
 # Nothing is needed beforehand but Python 3.11 or newer with venv and pip.
 
 PYTHON ?= python3
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 
-.PHONY: setup demo test test-all lint
+.PHONY: setup demo test test-all chaos lint
 setup: $(INSTALLED)
 
 # torch comes first and alone: a constraint decides its build, and nothing else may pull another one.
@@ -29,6 +30,9 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(VENV)/bin/python -m pytest tests
+
+chaos: $(INSTALLED)
+	$(VENV)/bin/python tests/chaos/chaos.py $(ARGS)
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .

@@ -255,6 +255,11 @@ def _objective_contradictions(config: RunConfig) -> Iterator[str]:
             f"sampling.num_generations={sampling.num_generations} leaves objective.advantage={objective.advantage} "
             f"nothing to compare with, every advantage would be 0; use at least {smallest}"
         )
+    if config.queue.soft_staleness is not None and objective.needs_annotations:
+        yield (
+            "queue.soft_staleness multiplies advantages before the learner sees them, and those of "
+            f"objective.advantage={objective.advantage} are made there; leave one of them out"
+        )
     drops = config.queue.drop_zero_variance_groups or config.queue.dynamic_sampling
     if drops and sampling.num_generations == 1 and not objective.greedy_baseline:
         key = "dynamic_sampling" if config.queue.dynamic_sampling else "drop_zero_variance_groups"
@@ -424,9 +429,7 @@ def read_yaml(path: str | Path, what: str, advice: str) -> str:
     return text
 
 
-def config_from_dict(
-    data: dict[str, Any], *, where: str = "config", overrides: Sequence[str] = ()
-) -> RunConfig:
+def config_from_dict(data: dict[str, Any], *, where: str = "config", overrides: Sequence[str] = ()) -> RunConfig:
     """The same checks and messages for settings that come from Python."""
     _refuse_monsters(data, where)
     origins = _Origins(where, data)

@@ -17,8 +17,8 @@ from nearpolicy.records import Batch, Group, Row, StepReport
 from nearpolicy.roles import Environment, Learner, RolloutQueue, RunStore, Telemetry, WeightSync
 from nearpolicy.telemetry.batch import batch_metrics, group_losses, step_times, token_fates
 
-Assemble = Callable[[Sequence[Group]], tuple[Row, ...]]
-"""Groups of a step -> rows with reward-only advantages."""
+Assemble = Callable[[Sequence[Group], int], tuple[Row, ...]]
+"""Groups of a step, and the step -> rows with reward-only advantages."""
 AfterStep = Callable[[StepReport], Awaitable[bool]]
 """Evaluation and checkpoints at their time; True ends the run after this step."""
 STOP_S = 30.0
@@ -63,7 +63,9 @@ class Pipeline:
         before = self._given_up()
         async with asyncio.TaskGroup() as tasks:
             producers = [tasks.create_task(self._produce()) for _ in range(self.num_slots)]
-            await asyncio.wait([tasks.create_task(self._learn(before))])  # as a task, so that the first error stands first
+            await asyncio.wait(
+                [tasks.create_task(self._learn(before))]
+            )  # as a task, so that the first error stands first
             self.queue.close()
             await self.environment.stop()  # what is running hands over what it has sampled
             await asyncio.wait(producers, timeout=STOP_S)
@@ -83,11 +85,11 @@ class Pipeline:
         unpublished: int | None = None
         for step in range(self.first_step, self.num_steps):
             begin = time.monotonic()
-            ahead = await self._learn_ahead() if self.streaming else Ahead()
+            ahead = await self._learn_ahead(step) if self.streaming else Ahead()
             groups = await self._waiting(ahead, self.queue.take(self.prompts_per_step))
             if not groups:
                 break  # the data ended
-            waited, rows = ahead.waited, (*ahead.rows, *self.assemble(groups[ahead.groups :]))
+            waited, rows = ahead.waited, (*ahead.rows, *self.assemble(groups[ahead.groups :], step))
             batch = Batch(step=step, places=self.prompts_per_step, groups=tuple(groups), rows=rows)
             report = await self.learner.step(batch)
             self.queue.complete(step)
@@ -106,14 +108,14 @@ class Pipeline:
         if unpublished is not None:  # the run ended between two publications
             await self._publish(unpublished)
 
-    async def _learn_ahead(self) -> Ahead:
+    async def _learn_ahead(self, step: int) -> Ahead:
         """Begin the step with each group as soon as it and those before it are there, until the batch is complete."""
         ahead = Ahead()
         while True:
             sure = await self._waiting(ahead, self.queue.peek(self.prompts_per_step, ahead.groups))
             if not ahead.groups < len(sure) < self.prompts_per_step:
                 return ahead
-            ahead.rows += self.assemble(sure[ahead.groups :])
+            ahead.rows += self.assemble(sure[ahead.groups :], step)
             ahead.groups = len(sure)
             await self.learner.learn_ahead(ahead.rows)
 

@@ -133,7 +133,7 @@ class Segment:
     @property
     def num_sampled(self) -> int:
         """Tokens the policy chose."""
-        return int(self.mask.sum())
+        return int(np.count_nonzero(self.mask))
 
 
 _SEGMENT_DTYPES = {

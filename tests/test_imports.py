@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "nearpolicy"
-BASE = frozenset({"errors", "records", "roles", "settings", "machine", "visible", "bounded"})
+BASE = frozenset({"errors", "records", "roles", "settings", "machine", "visible", "bounded", "waits"})
 
 ARROWS: dict[str, frozenset[str]] = {
     "errors": frozenset(),
@@ -19,6 +19,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "machine": frozenset(),
     "settings": frozenset(),
     "visible": frozenset(),
+    "waits": frozenset(),
     "bounded": frozenset({"errors", "machine"}),
     "roles": frozenset({"records"}),
     "recipe_keys": frozenset({"errors"}),

@@ -193,7 +193,7 @@ class World:
         self.learner_version += 1
         return StepReport(version=self.learner_version, updates=4 * self.learner_version, metrics={})
 
-    def rows(self, groups: Sequence[Group]) -> tuple[Row, ...]:
+    def rows(self, groups: Sequence[Group], step: int) -> tuple[Row, ...]:
         return tuple(
             Row(group=g.index, sample=0, segment=s, trained=s.mask, advantages=np.ones(len(s.token_ids)))
             for g in groups

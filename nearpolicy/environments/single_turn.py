@@ -15,6 +15,7 @@ import numpy as np
 from nearpolicy.errors import ConfigError, EngineError, NearpolicyError, described
 from nearpolicy.records import BASELINE, Admission, Baseline, Finish, Group, Prompt, Rollout, Verdict
 from nearpolicy.roles import Completion, Environment, Generator, Request, Sampling, Verifier
+from nearpolicy.waits import waiting
 
 RewardOf = Callable[[Mapping[str, Verdict], str], float | None]
 """Verdicts by source and the task's name -> the weighted reward, or None if it cannot be told."""
@@ -75,14 +76,15 @@ class SingleTurn:
         early: list[str] = []
 
         async def collect(request: Request) -> None:
-            async for completion in self._generator.submit(request):
-                rollout = completion.rollout(context, self._decode(completion.token_ids), self._numerics)
-                if request.purpose == "baseline":
-                    rollout = replace(rollout, sample=BASELINE)
-                task = judging.create_task(self._judge(admission, rollout))
-                tasks.append((rollout, completion, task))
-                if early:
-                    task.cancel()
+            with waiting(f"group {admission.index}", "completions"):
+                async for completion in self._generator.submit(request):
+                    rollout = completion.rollout(context, self._decode(completion.token_ids), self._numerics)
+                    if request.purpose == "baseline":
+                        rollout = replace(rollout, sample=BASELINE)
+                    task = judging.create_task(self._judge(admission, rollout))
+                    tasks.append((rollout, completion, task))
+                    if early:
+                        task.cancel()
 
         def cut_off(reason: str) -> None:
             if len(tasks) == len(self._wanted) and all(task.done() for _, _, task in tasks):
@@ -159,7 +161,8 @@ class SingleTurn:
     async def _judge(self, admission: Admission, rollout: Rollout) -> Mapping[str, Verdict]:
         if rollout.finish in (Finish.FAILED, Finish.ABORTED) or not rollout.num_sampled:
             return {}  # there is nothing a verifier could speak about
-        return await self._verifier.score(admission.prompt, rollout, admission=admission.index)
+        with waiting(f"group {admission.index}", "verdicts"):
+            return await self._verifier.score(admission.prompt, rollout, admission=admission.index)
 
     def _group(self, admission: Admission, judged: list[_Judged]) -> Group:
         rewards = [self._reward_of(verdicts, admission.prompt.task) if verdicts else None for _, _, verdicts in judged]

@@ -29,6 +29,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "audit": ("nearpolicy.launch.audit", "Rank rewarded completions by signs that they did not earn it."),
     "replay": ("nearpolicy.launch.replay", "Train a run's recording again: the same weights, or where they differ."),
     "compare": ("nearpolicy.launch.compare", "Compare objectives on a run's recorded rollouts."),
+    "why": ("nearpolicy.launch.why", "Say who waits for whom in a run, since when, with stacks; or how it ended."),
+    "export": ("nearpolicy.launch.export", "Write a run's record as Parquet or JSONL, without loss."),
+    "import": ("nearpolicy.launch.import_run", "Make a run folder of an exported record."),
     "doctor": ("nearpolicy.launch.doctor", "Examine this machine: what it offers, and what to do about the rest."),
     "report": ("nearpolicy.launch.report", "Write a run's report: one HTML file."),
 }

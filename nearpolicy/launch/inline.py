@@ -12,22 +12,24 @@ import torch
 from nearpolicy.learner.step import PolicyLearner
 from nearpolicy.records import Batch, Row, StepReport
 from nearpolicy.roles import Weights
+from nearpolicy.waits import waiting
 
 
 class RoleThread:
     """One long-lived thread; `torch.set_num_threads` acts on the thread that calls it, so a role keeps its own."""
 
     def __init__(self, name: str, threads: int) -> None:
-        self._pool = ThreadPoolExecutor(
-            max_workers=1, thread_name_prefix=name, initializer=_settle, initargs=(threads,)
-        )
+        self._name = name
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name, initializer=settle, initargs=(threads,))
 
         self.is_busy = False
         """Whether it computes. May be asked from any thread; the answer may be old at once."""
 
     async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run there, in the order of the calls."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._busy_with, function, *arguments)
+        what = getattr(function, "func", function).__name__
+        with waiting("the run", f"{what} on the thread of the {self._name}"):
+            return await asyncio.get_running_loop().run_in_executor(self._pool, self._busy_with, function, *arguments)
 
     def _busy_with(self, function: Callable[..., Any], *arguments: Any) -> Any:
         self.is_busy = True
@@ -40,7 +42,8 @@ class RoleThread:
         self._pool.shutdown(wait=True)
 
 
-def _settle(threads: int) -> None:
+def settle(threads: int) -> None:
+    """What a thread needs for the same bits as any other: torch keeps both settings by thread."""
     torch.set_num_threads(threads)
     torch.set_flush_denormal(True)
 

@@ -99,11 +99,13 @@ class Replay:
 
     def __post_init__(self) -> None:
         from nearpolicy.launch import build
+        from nearpolicy.launch.inline import settle
         from nearpolicy.machine import num_cores
 
         self.language = build.Language.of(self.config)
         model = build.load_model(self.config, self.language, print)
         threads = min(num_cores(), model.numerics.max_threads)
+        settle(threads)
         self.learner: PolicyLearner = build.make_learner(self.config, self.language, model.numerics, threads=threads)
         self._recorded: Mapping[int, VersionRecord] = {record.version: record for record in self.run.versions()}
         self._told = {line["step"]: line for line in self.run.metrics()}
@@ -124,7 +126,7 @@ class Replay:
             if self.difference is not None:
                 return
             batch = self.run.batch(step)
-            batch = replace(batch, rows=assembled(self.config, batch.groups))
+            batch = replace(batch, rows=assembled(self.config, batch.groups, step))
             report = self.learner.step(batch)
             if self.compares:
                 self._compare_metrics(step, report)

@@ -40,8 +40,8 @@ def resumed_config(folder: RunFolder, overrides: Sequence[str] = ()) -> RunConfi
     ]
     if changed:
         raise ConfigError(
-            f"{folder.path} was begun with other settings: {'; '.join(changed)}. A run is taken up as it was; these may "
-            f"change: {', '.join(MAY_CHANGE)}. For anything else begin a new run from its checkpoint (model.path)"
+            f"{folder.path} was begun with other settings: {'; '.join(changed)}. A run is taken up as it was; these "
+            f"may change: {', '.join(MAY_CHANGE)}. For anything else begin a new run from its checkpoint (model.path)"
         )
     if config.run.steps != before.run.steps and config.learner.lr_schedule != "constant":
         raise ConfigError(
@@ -55,7 +55,7 @@ def resumed_config(folder: RunFolder, overrides: Sequence[str] = ()) -> RunConfi
 def differences(before: Any, after: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any, Any]]:
     """(key, old, new) of every leaf that differs."""
     if isinstance(before, Mapping) and isinstance(after, Mapping):
-        for key in before.keys() | after.keys():
+        for key in sorted(before.keys() | after.keys()):
             yield from differences(before.get(key), after.get(key), (*path, str(key)))
     elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
         for place, (old, new) in enumerate(zip(before, after, strict=True)):

@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+
+import numpy as np
 
 from nearpolicy.config import RunConfig
 from nearpolicy.records import Group, Row
 
 
-def assembled(config: RunConfig, groups: Sequence[Group]) -> tuple[Row, ...]:
-    """Rows with reward-only advantages, as the run made them of these groups."""
+def assembled(config: RunConfig, groups: Sequence[Group], step: int) -> tuple[Row, ...]:
+    """Rows with reward-only advantages, as the run made them of these groups for this step."""
     from nearpolicy.objectives.assign import assign_advantages
 
-    return assign_advantages(
+    rows = assign_advantages(
         groups,
         config.objective,
         max_completion_length=config.sampling.max_completion_length,
         left_out=partial(left_out, config),
     )
+    if (soft := config.queue.soft_staleness) is None:
+        return rows
+    weights = {group.index: age_weight(step - group.oldest_version, soft) for group in groups}
+    return tuple(
+        row if weights[row.group] == 1 else replace(row, advantages=row.advantages * np.float32(weights[row.group]))
+        for row in rows
+    )
+
+
+def age_weight(staleness: int, soft: int) -> float:
+    """1 up to ``soft`` steps, then 1/2, 1/3, ..."""
+    return 1 / (1 + max(0, staleness - soft))
 
 
 def left_out(config: RunConfig, group: Group) -> str | None:

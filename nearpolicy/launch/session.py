@@ -27,6 +27,7 @@ from nearpolicy.launch.progress import progress
 from nearpolicy.launch.resume import require_same_data, usable_checkpoints
 from nearpolicy.launch.rows import assembled, left_out
 from nearpolicy.launch.sizes import versions
+from nearpolicy.launch.watch import Watch
 from nearpolicy.launch.words import count, place
 from nearpolicy.machine import helpers_peak_memory_mb, peak_memory_mb
 from nearpolicy.records import Fate, Position, StepReport, VersionRecord
@@ -54,6 +55,10 @@ _STOPS = (UserError, SystemExit, KeyboardInterrupt, asyncio.CancelledError)
 
 
 NOTHING_KEPT = "stopped before the first step; nothing is kept"
+_WHAT_FOLLOWS = {
+    "stop": "; the run ends",
+    "lower_staleness": "; fewer groups are admitted at a time until it is over",
+}
 NOTHING_CHANGED = "stopped before the run went on; it stands where it stood"
 
 
@@ -175,6 +180,14 @@ class Session:
             trace=Trace(self.folder.trace, config.telemetry.profile) if config.telemetry.profile else None,
         )
         closing.push(_unless_failed(self.telemetry.close))
+        self.watch = Watch(
+            self.folder.path,
+            last_events=self.telemetry.last_events,
+            say=self.say,
+            quiet_s=config.telemetry.quiet_s,
+        )
+        self.watch.start()
+        closing.callback(self.watch.close)
 
     def _leave_nothing(self, made: bool, kind: object, error: BaseException | None, trace: object) -> None:
         """A run that was stopped or refused before it began had nothing to record; a crash may have."""
@@ -276,8 +289,11 @@ class Session:
             max_rounds=limits.max_rounds or 0,
             requeue=limits.at_bound == "requeue",
             give_up=bounded.give_up,
+            adaptive=limits.adaptive_slots,
+            fewest_slots=config.sync.weight_sync_steps * limits.prompts_per_step,
             on_event=partial(self.telemetry.event, "queue"),
         )
+        self.queue = queue
         if self.position is not None:
             queue.restore(self.position, published=self._taken_up_at)
         return Pipeline(
@@ -416,7 +432,7 @@ class Session:
             await self._publish_if_due(recorded)
             for step in range(learner.version, found.steps):
                 batch = run.batch(step)
-                batch = replace(batch, rows=assembled(self.config, batch.groups))
+                batch = replace(batch, rows=assembled(self.config, batch.groups, step))
                 report = await self.learner.step(batch)
                 if step not in logged:
                     self.telemetry.log_step(step, {**batch_metrics(batch), **report.metrics})
@@ -523,12 +539,19 @@ class Session:
         if (kept_in := self.verifier.isolation) is not None:
             metrics["verifier/unisolated"] = float(kept_in.isolation == UNISOLATED)
         metrics |= self.verifier.flip_rates() | self.monitors.jump(metrics)
+        if self.queue.may_admit_fewer:
+            metrics["queue/slots"] = float(self.queue.slots)
         metrics |= {f"utilisation/{role}": seconds / metrics["time/step_s"] for role, seconds in busy.items()}
         self.telemetry.log_step(step, metrics)
+        self.watch.step = step + 1
         for alarm in self.monitors.observe(step, metrics):
-            self.say(f"alarm: {alarm.text}" + ("; the run ends" if alarm.stop else ""))
-            if alarm.stop:
+            self.telemetry.event("monitor", "alarm", metric=alarm.metric, value=alarm.value, action=alarm.action)
+            if alarm.action != "log":
+                self.say(f"{alarm.severity}: {alarm.text}" + _WHAT_FOLLOWS.get(alarm.action, ""))
+            if alarm.action == "stop":
                 self.stop()
+        if any(monitor.action == "lower_staleness" for monitor in self.config.monitors):
+            (self.queue.admit_fewer if self.monitors.lowers_staleness else self.queue.admit_more)()
         if self.on_step is not None:
             self.on_step(step, metrics)
 
@@ -623,7 +646,7 @@ def _run_here(session: Session) -> dict[str, Any]:
 
 def _cannot_write(session: Session, error: OSError) -> str | None:
     """What to say of an error in the run folder; None for one elsewhere."""
-    inside = session.folder is not None and str(error.filename or "").startswith(str(session.folder.path))
+    inside = session.folder is not None and Path(error.filename or "").is_relative_to(session.folder.path)
     if inside or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
         folder = "the run folder" if session.folder is None else session.folder.path
         return f"{folder} cannot be written: {error}. Make room, or choose another run.dir"

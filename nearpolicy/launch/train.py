@@ -23,7 +23,8 @@ def command(
     recipe: Annotated[Path | None, typer.Argument(help="A YAML recipe.", show_default=False)] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value", show_default=False)] = None,
     resume: Annotated[
-        Path | None, typer.Option(help="A run folder: go on where that run ended, however it ended.", show_default=False)
+        Path | None,
+        typer.Option(help="A run folder: go on where that run ended, however it ended.", show_default=False),
     ] = None,
 ) -> None:
     """Train a recipe; writes a run folder. Ctrl-C ends after the step in progress, twice at once."""
@@ -49,9 +50,7 @@ def command(
         sys.exit(INTERRUPTED)
 
 
-def _asked_for(
-    recipe: Path | None, overrides: list[str], resume: Path | None
-) -> tuple[RunConfig, RunFolder | None]:
+def _asked_for(recipe: Path | None, overrides: list[str], resume: Path | None) -> tuple[RunConfig, RunFolder | None]:
     """What to train, and the folder of the run if it goes on."""
     from nearpolicy.config import load_recipe
     from nearpolicy.errors import ConfigError, RunFolderError

@@ -133,7 +133,16 @@ def load_checkpoint(learner: PolicyLearner, checkpoint: Path) -> None:
         if not adapted:
             dtype = next(learner.policy.parameters()).dtype
             weights = load_policy(checkpoint, dtype, learner.policy.device, known_to_fit=True).weights()
-    except (OSError, RuntimeError, ValueError, LookupError, EOFError, UnpicklingError, SafetensorError, UserError) as error:
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+        LookupError,
+        EOFError,
+        UnpicklingError,
+        SafetensorError,
+        UserError,
+    ) as error:
         raise RunFolderError(f"checkpoint {checkpoint} cannot be read: {described(error)}") from error
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     if not adapted and shapes != {name: tuple(tensor.shape) for name, tensor in own.items()}:

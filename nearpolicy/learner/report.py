@@ -10,7 +10,7 @@ import numpy as np
 
 from nearpolicy.learner.packing import Packed, targets_by_row
 from nearpolicy.learner.selection import as_used
-from nearpolicy.objectives.diagnostics import advantage_covariance, mismatch
+from nearpolicy.objectives.diagnostics import advantage_covariance, causes_of, mismatch, mismatch_by_cause
 from nearpolicy.objectives.objective import TokenLosses, TokenObjective, Tokens
 from nearpolicy.records import Row
 
@@ -26,6 +26,8 @@ class TokenStats:
     proximal: list[np.ndarray] = field(default_factory=list)
     behavior: list[np.ndarray] = field(default_factory=list)
     advantages: list[np.ndarray] = field(default_factory=list)
+    causes: list[np.ndarray] = field(default_factory=list)
+    """Of what may separate the two policies, see `diagnostics.causes_of`."""
     kept: dict[int, np.ndarray] = field(default_factory=dict)
     """Row -> [T] bool: tokens in the sum of the loss; rows without a forward pass are not there."""
 
@@ -34,8 +36,8 @@ class TokenStats:
         """Of one update."""
         return self.loss_sum / self.divisor if self.divisor else 0.0
 
-    def count(self, rows: Sequence[Row], packed: Packed, tokens: Tokens, found: TokenLosses) -> None:
-        """The tokens of one micro-batch, once the objective has spoken."""
+    def count(self, rows: Sequence[Row], packed: Packed, tokens: Tokens, found: TokenLosses, *, version: int) -> None:
+        """The tokens of one micro-batch, once the objective has spoken. ``version``: of the proximal policy."""
         self.tokens += len(packed.targets)
         for name, values in {"policy/entropy": tokens.entropies.detach(), **found.named}.items():
             self.sums[name] += float(values.double().sum())
@@ -43,7 +45,11 @@ class TokenStats:
         self.behavior.append(tokens.behavior_logprobs.cpu().numpy())
         self.advantages.append(tokens.advantages.cpu().numpy())
         kept = found.kept.cpu().numpy()
+        causes = np.empty(len(packed.targets), dtype=np.int8)
+        self.causes.append(causes)
         for i, here in targets_by_row(packed):
+            segment = rows[i].segment
+            causes[here] = causes_of(segment.versions, segment.mask, version)[packed.position[here]]
             self.kept[i] = np.zeros(len(rows[i].trained), dtype=bool)
             self.kept[i][packed.position[here]] = kept[here]
 
@@ -79,6 +85,7 @@ class StepTally:
             self._total.proximal += stats.proximal
             self._total.behavior += stats.behavior
             self._total.advantages += stats.advantages
+            self._total.causes += stats.causes
         self.mark(stats.kept, norm)
 
     def mark(self, kept: Mapping[int, np.ndarray], norm: float) -> None:
@@ -102,6 +109,7 @@ class StepTally:
         if total.behavior:
             proximal, behavior, advantages = map(np.concatenate, (total.proximal, total.behavior, total.advantages))
             metrics |= mismatch(proximal, behavior)
+            metrics |= mismatch_by_cause(proximal, behavior, np.concatenate(total.causes))
             metrics["policy/advantage_logprob_covariance"] = advantage_covariance(proximal, advantages)
         return metrics
 

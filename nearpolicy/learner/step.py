@@ -267,7 +267,7 @@ class PolicyLearner:
         shares = objective.shares(found.kept, tokens.sequences)
         loss = torch.where(found.kept, found.losses * shares, 0.0).sum()
         loss.backward()
-        stats.count(rows, packed, tokens, found)
+        stats.count(rows, packed, tokens, found, version=self.version)
         stats.loss_sum += float(loss.detach())
         divisor = objective.divisor(found.kept, tokens.sequences)
         stats.divisor += divisor

@@ -32,12 +32,12 @@ from nearpolicy.records import Group, Row, Segment
 
 def needs_annotations(config: ObjectiveConfig) -> bool:
     """Whether advantages depend on what only the learner knows, so that it has to assign them again."""
-    return needs_logprobs(config) or config.advantage == "gae"
+    return config.needs_annotations
 
 
 def needs_logprobs(config: ObjectiveConfig) -> bool:
     """Whether advantages depend on log-probabilities."""
-    return config.kl_in == "reward" or config.advantage in ("vtrace", "teacher")
+    return config.needs_logprobs
 
 
 def assign_advantages(

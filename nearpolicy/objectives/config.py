@@ -186,6 +186,16 @@ class ObjectiveConfig(ConfigModel):
         return self
 
     @property
+    def needs_logprobs(self) -> bool:
+        """Whether advantages depend on log-probabilities."""
+        return self.kl_in == "reward" or self.advantage in ("vtrace", "teacher")
+
+    @property
+    def needs_annotations(self) -> bool:
+        """Whether advantages depend on what only the learner knows, so that it has to assign them again."""
+        return self.needs_logprobs or self.advantage == "gae"
+
+    @property
     def by_group(self) -> bool:
         """Whether the advantages of a group depend on nothing but the group."""
         return self.scale_rewards != "batch" and self.advantage != "reinforce_baseline"

@@ -37,6 +37,39 @@ def mismatch(proximal_logprobs: np.ndarray, behavior_logprobs: np.ndarray) -> di
     }
 
 
+def mismatch_by_cause(
+    proximal_logprobs: np.ndarray, behavior_logprobs: np.ndarray, causes: np.ndarray
+) -> dict[str, float]:
+    """The same distance of tokens apart by what may cause it; ``causes`` [N] of `Cause`.
+
+    Fresh tokens were sampled under the very weights of the proximal policy: what separates them there is what engine
+    and learner compute differently (sampling temperature, precision, a tensor that was not synchronised, a prefix of
+    other weights), and nothing else. The rest is staleness, and keys and values that were kept over a swap.
+    """
+    if not len(causes):
+        return {}
+    d = log_ratios(proximal_logprobs, behavior_logprobs)
+    found = {"mismatch/fresh_share": float(np.mean(causes == FRESH))}
+    for name, cause in (("engine", FRESH), ("kept_kv", KEPT_KV), ("staleness", STALE)):
+        of_cause = d[causes == cause]
+        if len(of_cause):
+            found[f"mismatch/{name}_kl"] = float(np.mean(np.expm1(np.minimum(of_cause, _LARGEST)) - of_cause))
+            found[f"mismatch/{name}_logprob_diff_max"] = float(np.abs(of_cause).max())
+    return found
+
+
+FRESH, KEPT_KV, STALE = 0, 1, 2
+"""Of a token: its version is that of the proximal policy, and so is that of all before it in its sequence; its version
+is, but not that of all before it, whose keys and values were kept; its version is an older one."""
+
+
+def causes_of(versions: np.ndarray, mask: np.ndarray, version: int) -> np.ndarray:
+    """[T] of a segment whose tokens, where ``mask`` is True, were sampled under ``versions``; meaningless elsewhere."""
+    sampled = np.where(mask, versions, np.iinfo(versions.dtype).max)
+    oldest_so_far = np.minimum.accumulate(sampled) if len(sampled) else sampled
+    return np.where(versions < version, STALE, np.where(oldest_so_far < version, KEPT_KV, FRESH))
+
+
 def effective_sample_size(log_ratios_N: np.ndarray) -> float:
     """(sum w)^2 / (N sum w^2): the share of the tokens that importance weights leave of a sample (Kish 1965); 1 for
     equal weights."""

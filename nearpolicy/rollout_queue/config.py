@@ -47,6 +47,13 @@ class QueueConfig(ConfigModel):
     """With `order: ready`, what happens to groups that would pass the bound. `wait`: the learner waits for them in
     time. `drop`: it does not; groups beyond the bound, finished or not, expire after the step. `requeue`: their prompts
     are asked once more."""
+    soft_staleness: int | None = Field(None, ge=0, le=10_000)
+    """Below the bound: groups older than this count less, the more the older they are (half at one step beyond it, a
+    third at two, ...): their advantages are multiplied. Left out: all count alike."""
+    adaptive_slots: bool = False
+    """While the learner is the bottleneck (it never waits, and a batch is ready), admit fewer groups at a time, one
+    batch less after each publication, so that they are younger when they are consumed; more again when it waits. Never
+    fewer than `sync.weight_sync_steps * prompts_per_step`."""
     drop_zero_variance_groups: bool = False
     """Leave groups whose scored completions all have one reward (with `remax`: that of the greedy one) out of the
     batch. Their place stays empty; the divisor counts what is left."""
@@ -77,6 +84,17 @@ class QueueConfig(ConfigModel):
                 f"queue.stall_timeout_s={self.stall_timeout_s:g} would end the run while one prompt may still take "
                 f"rollout_timeout_s * (1 + rollout_retries) = {longest:g} s; raise it, or leave it out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _soft_is_below_hard(self) -> Self:
+        if self.soft_staleness is not None and self.soft_staleness >= self.max_staleness:
+            raise ValueError(
+                f"queue.soft_staleness={self.soft_staleness} has no effect: no group is consumed beyond "
+                f"queue.max_staleness={self.max_staleness}; make it smaller or leave it out"
+            )
+        if self.adaptive_slots and self.max_staleness == 0:
+            raise ValueError("queue.adaptive_slots has no effect with queue.max_staleness=0; leave it out")
         return self
 
     @model_validator(mode="after")

@@ -22,6 +22,9 @@ Dropped at the bound (``at_bound`` drop or requeue). The learner waits for nobod
 the bound, finished or not, expire and free their slots, so that none of them can be consumed. A batch then needs B
 groups that are ready, and more slots than (eta + 1) B may be given out: what they add is more groups to choose from.
 
+Fewer slots for new admissions (`lower`) are those of a smaller bound: nothing above needs that all are given out. With
+fewer than weight_sync_steps * B the last paragraph would not hold, so that is the floor.
+
 No standstill. A free slot is always given out, and every running group ends, within ``rollout_timeout_s`` and its
 retries. So suppose that nothing runs. If B or more groups are unconsumed, all of them are ready: admission order takes
 the first B; when ready, the B oldest, which leave max(0, N(u) - B) for every u, and those fit for s + 1. If fewer are
@@ -75,6 +78,8 @@ class Ledger:
         self.prompts_per_step = prompts_per_step
         self.max_staleness = max_staleness
         self.num_slots = num_slots or (max_staleness + 1) * prompts_per_step
+        self.limit = self.num_slots
+        """Slots that new admissions may take at the moment; those that are held above it stay as they are."""
         self._order = order
         self.drops_at_bound = at_bound != "wait"
         """Whether groups beyond the bound are given up, instead of being waited for in time."""
@@ -115,12 +120,24 @@ class Ledger:
 
     @property
     def can_admit(self) -> bool:
-        return len(self._held) < self.num_slots
+        return len(self._held) < self.limit
+
+    def lower(self, floor: int) -> bool:
+        """One batch of slots less for new admissions, as under a smaller bound; False at the ``floor``."""
+        lowered = max(min(floor, self.num_slots), self.limit - self.prompts_per_step)
+        changed, self.limit = lowered < self.limit, lowered
+        return changed
+
+    def heighten(self) -> bool:
+        """One batch of slots more, up to all; False if it was all."""
+        heightened = min(self.num_slots, self.limit + self.prompts_per_step)
+        changed, self.limit = heightened > self.limit, heightened
+        return changed
 
     def admit(self) -> Held:
         """Take a slot for the next admission index."""
         if not self.can_admit:
-            raise StalenessError(f"admission {self.next_index} has no slot: {self.num_slots} are held")
+            raise StalenessError(f"admission {self.next_index} has no slot: {len(self._held)} are held")
         held = Held(index=self.next_index, version=self.published)
         self._held[held.index] = held
         self.next_index += 1

@@ -12,6 +12,7 @@ close                 never waits                        the end: nothing more i
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,8 +22,11 @@ from nearpolicy.records import Admission, Fate, Group, Position, Prompt
 from nearpolicy.roles import PromptSource, RunStore, Slot
 from nearpolicy.rollout_queue.config import hopeless_after
 from nearpolicy.rollout_queue.ledger import Ledger, State
+from nearpolicy.waits import waiting
 
 ENDED = "the run ended before a step used it"
+NEVER_WAITS, WAITS_TOO_LONG = 0.01, 0.05
+"""Shares of the learner's time: below the first it is the bottleneck, above the second generation is."""
 
 
 def _place(admission: Admission) -> int:
@@ -45,7 +49,10 @@ class StalenessBoundedQueue:
         max_rounds: int = 10,
         requeue: bool = False,
         give_up: Callable[[int, str], None] | None = None,
+        adaptive: bool = False,
+        fewest_slots: int = 0,
         on_event: Callable[..., None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``num_groups``: groups the run needs in all; no more are admitted, but for those given up. Once steps have
         used so many, the queue closes by itself.
@@ -56,7 +63,16 @@ class StalenessBoundedQueue:
         ``give_up`` is told which groups that still run are not wanted any more, and why: those beyond the bound, where
         the ledger drops them, and those left when the queue closes. With ``requeue`` the prompts of groups beyond the
         bound are admitted once more.
+
+        ``adaptive``: fewer slots for new admissions while the learner is the bottleneck, never below ``fewest_slots``
+        (less than the groups between two publications stands still).
         """
+        self._adaptive = adaptive
+        self._fewest_slots = fewest_slots
+        self._clock = clock
+        self._waited_s = 0.0
+        """The learner, for batches, since the last publication."""
+        self._published_at = clock()
         self._requeues = requeue
         self._give_up = give_up or (lambda admission, reason: None)
         self._again: deque[tuple[int, Prompt]] = deque()
@@ -155,7 +171,8 @@ class StalenessBoundedQueue:
 
     async def _next_prompt(self) -> tuple[int, Prompt] | None:
         """With its place in the data. Waits until it may be admitted; None if there is none at the moment."""
-        await self._until(lambda: self._no_more or (self._has_prompt and self._may_admit))
+        with waiting("a producer", "a free slot"):
+            await self._until(lambda: self._no_more or (self._has_prompt and self._may_admit))
         if self._no_more:
             return None
         if self._again:
@@ -235,19 +252,23 @@ class StalenessBoundedQueue:
     async def _wait_for_batch(self, count: int, or_when: Callable[[], bool] = lambda: False) -> None:
         """Until `take` has an answer, which may be an error."""
         self._admit_again()
+        begin = self._clock()
         try:
             async with asyncio.timeout(self._stall_timeout_s):
-                await self._until(
-                    lambda: (
-                        or_when()
-                        or self._ledger.batch(count) is not None
-                        or self._nothing_follows
-                        or self._is_hopeless
-                        or self._is_searched
+                with waiting("the learner", f"a batch of {count} groups"):
+                    await self._until(
+                        lambda: (
+                            or_when()
+                            or self._ledger.batch(count) is not None
+                            or self._nothing_follows
+                            or self._is_hopeless
+                            or self._is_searched
+                        )
                     )
-                )
         except TimeoutError:
             raise StandstillError(self._who_waits(count)) from None
+        finally:
+            self._waited_s += self._clock() - begin
 
     def complete(self, step: int) -> None:
         if step != self._ledger.completed_steps:
@@ -298,7 +319,37 @@ class StalenessBoundedQueue:
     def retire(self, version: int) -> None:
         self._ledger.retire(version)
         self._admit_again()
+        now, waited = self._clock(), self._waited_s
+        if self._adaptive and now > self._published_at:
+            self._adapt(waited / (now - self._published_at))
+        self._published_at, self._waited_s = now, 0.0
         self._changed.set()
+
+    @property
+    def may_admit_fewer(self) -> bool:
+        """Whether there is room below the slots there are."""
+        return self._ledger.num_slots > self._fewest_slots > 0
+
+    @property
+    def slots(self) -> int:
+        """That may be held by new admissions."""
+        return self._ledger.limit
+
+    def admit_fewer(self) -> bool:
+        """One batch of slots less for new admissions; False if there are as few as may be."""
+        return self._ledger.lower(self._fewest_slots)
+
+    def admit_more(self) -> bool:
+        """One batch of slots more; False if all are given out."""
+        self._changed.set()
+        return self._ledger.heighten()
+
+    def _adapt(self, waiting_share: float) -> None:
+        """By the share of its time that the learner waited for batches, and the groups that wait for it."""
+        if waiting_share > WAITS_TOO_LONG:
+            self.admit_more()
+        elif waiting_share < NEVER_WAITS and self._ledger.count(State.READY) >= self._ledger.prompts_per_step:
+            self.admit_fewer()
 
     def _admit_again(self) -> None:
         if self._between_steps:

@@ -12,8 +12,10 @@ from __future__ import annotations
 import base64
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -38,16 +40,24 @@ def _undamaged() -> Iterator[None]:
         raise PayloadError(f"stored values cannot be read ({described(error)})") from error
 
 
-_ARRAYS = ("context_ids", "token_ids", "mask", "behavior_logprobs", "versions")
+_ARRAYS = ("context_ids", "token_ids", "behavior_logprobs", "versions", "mask")
+"""Wide numbers first, see `_wide_first`."""
 
 
 def encode_segments(segments: Sequence[Segment]) -> bytes:
     """One safetensors container for all segments of a rollout: ``0/mask``, ``0/extras/<name>``, ``1/token_ids``."""
     arrays: dict[str, np.ndarray] = {}
     for place, segment in enumerate(segments):
-        arrays |= {f"{place}/{name}": getattr(segment, name) for name in _ARRAYS}
-        arrays |= {f"{place}/extras/{name}": values for name, values in segment.extras.items()}
+        for name, key in zip(_ARRAYS, _keys(place), strict=True):
+            arrays[key] = getattr(segment, name)
+        for name, values in segment.extras.items():
+            arrays[f"{place}/extras/{name}"] = values
     return _container(arrays, {"finish": ",".join(segment.finish.value for segment in segments)})
+
+
+@lru_cache(maxsize=256)
+def _keys(place: int) -> tuple[str, ...]:
+    return tuple(f"{place}/{name}" for name in _ARRAYS)
 
 
 @_undamaged()
@@ -83,13 +93,52 @@ def decode_arrays(data: bytes) -> dict[str, np.ndarray]:
 
 
 def _container(arrays: Mapping[str, np.ndarray], metadata: dict[str, str] | None) -> bytes:
+    """In the format of safetensors, which reads it back. Written here, because a group has dozens of small arrays, and
+    `safetensors.numpy.save` takes several times as long for one as SQLite for storing it."""
     for name, values in arrays.items():
-        if not isinstance(values, np.ndarray) or values.dtype.kind not in "biuf":
+        if not isinstance(values, np.ndarray) or _kind(values) not in _NAMES:
             kind = f"dtype {values.dtype}" if isinstance(values, np.ndarray) else type(values).__name__
             raise TypeError(f"array {name!r} is of {kind}; the store keeps bool, integer and float numpy arrays")
-    # safetensors refuses big-endian arrays and ignores strides: hand it plain ones.
-    plain = {name: np.ascontiguousarray(a, dtype=a.dtype.newbyteorder("=")) for name, a in arrays.items()}
-    return safetensors.numpy.save(plain, metadata=metadata)
+    ordered = sorted(arrays.items(), key=_wide_first)
+    shapes = tuple((name, _kind(values), values.shape) for name, values in ordered)
+    header = _header(shapes, tuple((metadata or {}).items()))
+    return b"".join([header, *(_little_endian(values).tobytes() for _, values in ordered)])
+
+
+def _little_endian(values: np.ndarray) -> np.ndarray:
+    return values if values.dtype.isnative and _NATIVE else values.astype(values.dtype.newbyteorder("<"))
+
+
+_NATIVE = sys.byteorder == "little"
+
+
+def _wide_first(item: tuple[str, np.ndarray]) -> tuple[int, str]:
+    """So that each array lies where its numbers may lie."""
+    return -item[1].dtype.itemsize, item[0]
+
+
+def _kind(values: np.ndarray) -> tuple[str, int]:
+    return values.dtype.kind, values.dtype.itemsize  # the name of a dtype is put together anew each time
+
+
+@lru_cache(maxsize=4096)
+def _header(
+    arrays: tuple[tuple[str, tuple[str, int], tuple[int, ...]], ...], metadata: tuple[tuple[str, str], ...]
+) -> bytes:
+    """Eight bytes of length, then JSON: name -> type, shape, from where to where. Most rollouts share theirs."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, kind, shape in arrays:
+        begin, end = end, end + kind[1] * math.prod(shape)
+        header[name] = {"dtype": _NAMES[kind], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+_NAMES = {("b", 1): "BOOL"}
+_NAMES |= {(kind, size): f"{kind.upper()}{8 * size}" for kind in "iu" for size in (1, 2, 4, 8)}
+_NAMES |= {("f", size): f"F{8 * size}" for size in (2, 4, 8)}
 
 
 def encode_text(text: str) -> bytes:
@@ -103,12 +152,19 @@ def decode_text(data: bytes) -> str:
 
 def encode_json(value: Any) -> bytes:
     """Strict JSON. Tuples become lists, numpy values plain ones; what has no JSON form is kept as its ``repr``."""
-    return encode_text(json.dumps(_plain(value), ensure_ascii=False, allow_nan=False))
+    if isinstance(value, Mapping) and all(type(k) is str and type(v) in _SIMPLE for k, v in value.items()):
+        with suppress(ValueError):  # a number that JSON cannot say
+            return encode_text(_ENCODE(dict(value)))
+    return encode_text(_ENCODE(_plain(value)))
 
 
 @_undamaged()
 def decode_json(data: bytes) -> Any:
     return json.loads(decode_text(data), object_hook=_untag)
+
+
+_SIMPLE = {str, int, float, bool, type(None)}
+_ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 
 def _plain(value: Any) -> Any:

@@ -1,8 +1,8 @@
 """Where a run stands, as its store tells: all that a resume needs to know beside the weights.
 
-    admissions --+-- ended: consumed, failed, filtered, expired          nothing is left to do
-                 +-- filled, not ended                                   ready: waits for a step
-                 +-- the rest, and those aborted when the run stopped    unfinished: sampled anew under the same index
+admissions --+-- ended: consumed, failed, filtered, expired          nothing is left to do
+             +-- filled, not ended                                   ready: waits for a step
+             +-- the rest, and those aborted when the run stopped    unfinished: sampled anew under the same index
 """
 
 from __future__ import annotations

@@ -192,6 +192,10 @@ class RunReader:
         """Rows of a question of one's own; `nearpolicy.store.schema` says what the tables mean."""
         return self._db.execute(sql, values).fetchall()
 
+    def each(self, sql: str) -> Iterator[sqlite3.Row]:
+        """As `query`, one row at a time in memory."""
+        yield from self._db.execute(sql)
+
     def group(self, index: int, attempt: int | None = None) -> Group:
         """The group as it was filled; by default of the last attempt."""
         row = self._db.execute(

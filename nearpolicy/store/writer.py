@@ -25,7 +25,7 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from nearpolicy.records import Admission, Batch, Event, Fate, Group, Rollout, Ro
 from nearpolicy.store.folder import RunFolder
 from nearpolicy.store.payload import decode_json, encode_arrays, encode_json, encode_segments, encode_text
 from nearpolicy.store.schema import APPLICATION_ID, CONSUMED, MIGRATIONS, SCHEMA, SCHEMA_VERSION, EvaluatedSample
+from nearpolicy.waits import waiting
 
 _MAX_PER_COMMIT = 512
 _FULL = 2
@@ -168,8 +169,9 @@ class SqliteStore:
         done = threading.Event()
         self._say(done)
         since = time.monotonic()
-        while not done.wait(0.1):
-            self._check(since)
+        with waiting("the run", "the store to commit"):
+            while not done.wait(0.1):
+                self._check(since)
         self._check()
 
     def close(self) -> None:
@@ -307,7 +309,7 @@ class SqliteStore:
 
     def _put_group(self, group: Group) -> None:
         """Idempotent, so that whoever ends a group can be sure that it is there."""
-        key = (group.index, group.admission.attempt)
+        key = (int(group.index), int(group.admission.attempt))
         if _one(self._db, "SELECT 1 FROM groups WHERE admission = ? AND attempt = ?", *key):
             return
         self._put_admission(group.admission)
@@ -316,33 +318,15 @@ class SqliteStore:
             "INSERT INTO groups VALUES (?, ?, ?, ?, ?)", *key, group.admission.version, group.oldest_version, failure
         )
         # A failed group may hold rollouts that nobody has judged.
-        verdicts = group.verdicts or ({},) * len(group.rollouts)
-        rewards = group.rewards or (None,) * len(group.rollouts)
-        for rollout, of_rollout, reward in zip(group.rollouts, verdicts, rewards, strict=True):
-            self._put_rollout(key, rollout, of_rollout, reward)
+        judged = list(group.verdicts or ({},) * len(group.rollouts))
+        rewards = list(group.rewards or (None,) * len(group.rollouts))
         if group.baseline is not None:
-            self._put_rollout(key, group.baseline.rollout, group.baseline.verdicts, group.baseline.reward)
-
-    def _put_rollout(
-        self, key: tuple[int, int], rollout: Rollout, verdicts: Mapping[str, Verdict], reward: float | None
-    ) -> None:
-        self._run(
-            "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            *(*key, rollout.sample, rollout.lineage, rollout.numerics, rollout.num_sampled),
-            None if reward is None else float(reward),
-            *(encode_text(rollout.text), encode_segments(rollout.segments)),
-        )
-        for position, (source, verdict) in enumerate(verdicts.items()):
-            self._put_verdict((*key, rollout.sample, position), source, verdict)
-
-    def _put_verdict(self, key: tuple[int, int, int, int], source: str, verdict: Verdict) -> None:
-        self._run(
-            "INSERT INTO verdicts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            *(*key, encode_text(source), verdict.outcome.value),
-            None if verdict.value is None else float(verdict.value),
-            *(encode_json(verdict.parts), encode_text(verdict.reason), float(verdict.seconds)),
-            encode_arrays(verdict.arrays) if verdict.arrays else None,
-        )
+            judged, rewards = [*judged, group.baseline.verdicts], [*rewards, group.baseline.reward]
+        told = list(zip(group.everything, judged, rewards, strict=True))
+        rollouts = [_rollout_row(key, rollout, reward) for rollout, _, reward in told]
+        verdicts = [row for rollout, of_it, _ in told for row in _verdict_rows((*key, int(rollout.sample)), of_it)]
+        self._db.executemany("INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rollouts)
+        self._db.executemany("INSERT INTO verdicts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", verdicts)
 
     def _put_step(self, batch: Batch, report: StepReport, fates: Mapping[tuple[int, int], Mapping[Fate, int]]) -> None:
         self._run("INSERT INTO steps VALUES (?, ?, ?, ?)", batch.step, batch.places, report.version, report.updates)
@@ -449,6 +433,24 @@ class SqliteStore:
                 *(encode_text(s.prompt), encode_text(s.text)),
                 *(None if s.correct is None else int(s.correct), s.value, s.num_tokens, s.finish),
             )
+
+
+def _rollout_row(key: tuple[int, int], rollout: Rollout, reward: float | None) -> tuple[Any, ...]:
+    return (
+        *(*key, int(rollout.sample), int(rollout.lineage), rollout.numerics, rollout.num_sampled),
+        None if reward is None else float(reward),
+        *(encode_text(rollout.text), encode_segments(rollout.segments)),
+    )
+
+
+def _verdict_rows(key: tuple[int, int, int], verdicts: Mapping[str, Verdict]) -> Iterator[tuple[Any, ...]]:
+    for position, (source, verdict) in enumerate(verdicts.items()):
+        yield (
+            *(*key, position, encode_text(source), verdict.outcome.value),
+            None if verdict.value is None else float(verdict.value),
+            *(encode_json(verdict.parts), encode_text(verdict.reason), float(verdict.seconds)),
+            encode_arrays(verdict.arrays) if verdict.arrays else None,
+        )
 
 
 def _identity(file: Path) -> tuple[int, int] | None:

@@ -15,6 +15,7 @@ from nearpolicy.errors import SyncError
 from nearpolicy.models.weights import require_held
 from nearpolicy.records import VersionRecord
 from nearpolicy.roles import Generator, Weights
+from nearpolicy.waits import waiting
 
 
 class ExportsWeights(Protocol):
@@ -63,7 +64,8 @@ class Publisher:
     async def _load(self, instance: int, weights: Weights) -> Mapping[str, str]:
         try:
             async with asyncio.timeout(self._timeout_s * 2):
-                return await self._generators[instance].load(weights)
+                with waiting("publication", f"generator {instance} to take version {weights.record.version}"):
+                    return await self._generators[instance].load(weights)
         except TimeoutError:
             raise SyncError(
                 f"generator {instance} did not take version {weights.record.version} within {self._timeout_s * 2:g} s "

@@ -64,7 +64,9 @@ def check_exists(source: Source) -> None:
         path = _path(source)
         if not path.is_file():
             unset = [v for v in re.findall(r"\$\{?(\w+)", str(path)) if v not in os.environ]
-            hint = f"; the environment variable {unset[0]} is not set" if unset else f" (looked for {path.absolute()})"
+            hint = f" (looked for {path.absolute()})"
+            if unset:
+                hint = f"; the environment variable {unset[0]} is not set: set it to the folder that holds your data"
             raise DataError(f"{source.path}: no such file{hint}")
     elif isinstance(source, HuggingFaceSource):
         _import_datasets(source)

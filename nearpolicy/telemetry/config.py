@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from nearpolicy.settings import ConfigModel
+from nearpolicy.settings import ConfigModel, Seconds
 from nearpolicy.telemetry.metrics import unknown_names
 
 
@@ -18,6 +18,9 @@ class TelemetryConfig(ConfigModel):
     profile: NonNegativeInt = 0
     """Write `trace.json` into the run folder: what each role did when during this many steps, every decode step and
     phase. Perfetto (ui.perfetto.dev) opens it. 0 writes none."""
+    quiet_s: Seconds = 120.0
+    """When no role has told of anything for so long, the run says who waits for whom; `nearpolicy why` says it at any
+    time."""
 
 
 class MonitorConfig(ConfigModel):
@@ -31,13 +34,27 @@ class MonitorConfig(ConfigModel):
     """Alarm when it is smaller."""
     steps: PositiveInt = 1
     """For so many steps in a row; a step without the metric does not count."""
-    action: Literal["warn", "stop"] = "warn"
-    """warn: say it, once until it has gone. stop: end the run after the step as well, with what was learned."""
+    clear: float | None = None
+    """The alarm is over when the metric is back on the good side of this, for as many steps; the bound itself if left
+    out."""
+    severity: Literal["info", "warning", "critical"] = "warning"
+    """How it is said."""
+    action: Literal["log", "alarm", "lower_staleness", "stop"] = "alarm"
+    """log: an event in the store. alarm: say it as well, once until it is over. lower_staleness: admit one batch of
+    groups less at a time after each step until it is over, down to `sync.weight_sync_steps` batches. stop: end the run
+    after the step, with what was learned."""
 
     @model_validator(mode="after")
     def _says_when(self) -> Self:
         if self.above is None and self.below is None:
             raise ValueError(f"the monitor of {self.metric} says neither above nor below; set one of them")
+        if self.above is not None and self.below is not None and self.clear is not None:
+            raise ValueError(f"the monitor of {self.metric} has two bounds and one `clear`; make it two monitors")
+        wrong = self.clear is not None and (
+            (self.above is not None and self.clear > self.above) or (self.below is not None and self.clear < self.below)
+        )
+        if wrong:
+            raise ValueError(f"the monitor of {self.metric} would be over (clear) while it is still beyond its bound")
         if unknown_names([self.metric]):
             raise ValueError(f"{self.metric!r} is no metric; docs/metrics.md lists them")
         return self

@@ -47,7 +47,12 @@ EVENT_KINDS: Mapping[str, tuple[str, str, str]] = {
     "compare": ("sync", "tensors", "* digests compared"),
     "evaluate": ("evaluate", "questions", "* held-out questions under one fixed version"),
     "checkpoint": ("learner", "step", "* training state saved"),
-    "resume": ("learner", "step, checkpoint, anew", "* a run taken up after so many steps; groups that are sampled anew"),
+    "alarm": ("monitor", "metric, value, action", "a monitor saw a metric beyond its bound"),
+    "resume": (
+        "learner",
+        "step, checkpoint, anew",
+        "* a run taken up after so many steps; groups that are sampled anew",
+    ),
     "idle": ("any", "cause", "* a role waited; the cause names for what"),
 }
 
@@ -112,12 +117,19 @@ class Recorder:
         self._lock = threading.Lock()
         self._bunches: dict[tuple[str, int], _Bunch] = {}
         self._busy = dict.fromkeys(BUSY_KINDS.values(), 0.0)
+        self._last: dict[str, tuple[str, float]] = {}
+        """Role -> its last event, and when it ended."""
         self._judged: list[tuple[float, float]] = []
         """(seconds, of these waiting) of rollouts judged since the step before."""
 
     def now(self) -> float:
         """Seconds since the run's anchor."""
         return self._clock() - self._zero
+
+    def last_events(self) -> dict[str, tuple[str, float]]:
+        """Role -> (kind of its last event, seconds ago)."""
+        now = self.now()
+        return {role: (kind, now - end) for role, (kind, end) in self._last.copy().items()}
 
     def event(self, role: str, kind: str, **fields: Any) -> None:
         """One entry of the time line, now; with ``seconds``, one that ends now and began so long ago.
@@ -129,6 +141,7 @@ class Recorder:
         own = {name: fields.pop(name) for name in _EVENT_FIELDS if name in fields}
         own = {name: value for name, value in own.items() if value is not None}
         end = self.now()
+        self._last[role] = (kind, end)
         with self._lock:
             if kind in BUSY_KINDS:
                 seconds = fields["ms"] / 1000 if kind == "decode_step" else own.get("seconds", 0.0)

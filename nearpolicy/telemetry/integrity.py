@@ -38,13 +38,16 @@ def integrity_metrics(batch: Batch) -> dict[str, float]:
     return found | ({} if slope is None else {"integrity/reward_length_correlation": slope})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
     """What a monitor saw."""
 
     step: int
+    metric: str
+    value: float
     text: str
-    stop: bool
+    severity: str
+    action: str
 
 
 class Monitors:
@@ -53,6 +56,8 @@ class Monitors:
     def __init__(self, monitors: Sequence[MonitorConfig]) -> None:
         self._monitors = list(monitors)
         self._in_a_row = [0] * len(self._monitors)
+        """Steps that speak for a change of what is raised."""
+        self._raised = [False] * len(self._monitors)
         self._past: deque[float] = deque(maxlen=PAST)
         self.alarms: list[Alarm] = []
 
@@ -75,19 +80,40 @@ class Monitors:
             value = metrics.get(monitor.metric)
             if value is None:
                 continue
-            bound = _beyond(monitor, value)
-            self._in_a_row[place] = self._in_a_row[place] + 1 if bound is not None else 0
-            if self._in_a_row[place] == monitor.steps:
+            raised = self._raised[place]
+            bound = _beyond(monitor, value, cleared_at=monitor.clear if raised else None)
+            beyond = bound is not None
+            self._in_a_row[place] = self._in_a_row[place] + 1 if beyond != raised else 0
+            if self._in_a_row[place] < monitor.steps:
+                continue
+            self._raised[place], self._in_a_row[place] = beyond, 0
+            if beyond:
                 lasting = f" for {monitor.steps} steps" if monitor.steps > 1 else ""
                 text = f"step {step}: {monitor.metric} is {value:.4g}, {bound}{lasting}"
-                begun.append(Alarm(step, text, monitor.action == "stop"))
+                begun.append(
+                    Alarm(
+                        step=step, metric=monitor.metric, value=value, text=text, severity=monitor.severity,
+                        action=monitor.action,
+                    )
+                )  # fmt: skip
         self.alarms += begun
         return begun
 
+    @property
+    def lowers_staleness(self) -> bool:
+        """Whether an alarm lasts whose action that is."""
+        return any(
+            raised and monitor.action == "lower_staleness"
+            for raised, monitor in zip(self._raised, self._monitors, strict=True)
+        )
 
-def _beyond(monitor: MonitorConfig, value: float) -> str | None:
-    if monitor.above is not None and not value <= monitor.above:
+
+def _beyond(monitor: MonitorConfig, value: float, cleared_at: float | None) -> str | None:
+    """Which bound a value is beyond; NaN is beyond any."""
+    above = monitor.above if cleared_at is None or monitor.above is None else cleared_at
+    below = monitor.below if cleared_at is None or monitor.below is None else cleared_at
+    if above is not None and not value <= above:
         return f"above {monitor.above:g}"
-    if monitor.below is not None and not value >= monitor.below:
+    if below is not None and not value >= below:
         return f"below {monitor.below:g}"
     return None

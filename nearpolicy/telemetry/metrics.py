@@ -30,6 +30,7 @@ METRICS: Mapping[str, str] = {
     "the greedy completion): they carry no signal",
     "reward/unscored": "rollouts of the batch that have no reward",
     "task/<task>/reward": "mean reward of the rollouts of one task",
+    "queue/slots": "slots that new admissions may hold: all, unless `queue.adaptive_slots` or a monitor takes some",
     "batch/groups": "groups the step consumed",
     "batch/failed_groups": "groups that were given up as failed since the step before",
     "batch/filtered_groups": "groups that were left out for their rewards since the step before",
@@ -76,6 +77,15 @@ METRICS: Mapping[str, str] = {
     "mismatch/kl_k2": "its estimate k2",
     "mismatch/chi_square": "chi-square divergence of the proximal from the behaviour policy, mean of ratio^2 - 1",
     "mismatch/weight_p<q>": "quantile of the ratio proximal / behaviour over computed tokens: 1, 50, 99 %",
+    "mismatch/fresh_share": "share of computed tokens that were sampled under the proximal policy's own weights, all "
+    "before them in their sequence too",
+    "mismatch/engine_kl": "the estimate `mismatch/kl` over fresh tokens: what engine and learner compute differently",
+    "mismatch/engine_logprob_diff_max": "the largest difference of log-probabilities over fresh tokens, in nats",
+    "mismatch/kept_kv_kl": "the estimate over tokens that were sampled on keys and values of older weights "
+    "(`generator.on_sync: continue`)",
+    "mismatch/kept_kv_logprob_diff_max": "the largest difference over those",
+    "mismatch/staleness_kl": "the estimate over tokens of older weights",
+    "mismatch/staleness_logprob_diff_max": "the largest difference over those",
     "mismatch/ess": "effective sample size of the ratios proximal / behaviour, as a share: 1 if all are equal",
     "staleness/mean": "mean staleness of the consumed groups, in steps",
     "staleness/max": "largest staleness among the consumed groups, in steps",

@@ -2,10 +2,10 @@
 
     python tests/chaos/chaos.py [--kills 350] [--faults 150] [--seed 0] [--keep FOLDER]
 
-A nursery process that has loaded everything forks one child for each attempt at a run. A child is disturbed once, by one
-of `KILLS` (its process dies without a word) or of `FAULTS` (it may survive); then the run is taken up, disturbed again,
-and so on, the last time in peace. The last line is one JSON object with the counts; exit status 1 if a promise was
-broken, with the seed that shows it.
+A nursery process that has loaded everything forks one child for each attempt at a run. A child is disturbed once, by
+one of `KILLS` (its process dies without a word) or of `FAULTS` (it may survive); then the run is taken up, disturbed
+again, and so on, the last time in peace. The last line is one JSON object with the counts; exit status 1 if a promise
+was broken, with the seed that shows it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ prepare_environment()
 
 RECIPE = """\
 run: {steps: 5, dir: run}
-model: {path: random:llama, init: {initializer_range: 0.15, hidden_size: 64, intermediate_size: 64, num_hidden_layers: 1}}
+model:
+  path: random:llama
+  init: {initializer_range: 0.15, hidden_size: 64, intermediate_size: 64, num_hidden_layers: 1}
 sampling: {max_prompt_length: 16, max_completion_length: 6, num_generations: 2}
 queue: {prompts_per_step: 2, rollout_timeout_s: 20, rollout_retries: 1, stall_timeout_s: 60}
 checkpoint: {every: 2}
@@ -353,8 +355,8 @@ def chosen(luck: random.Random, kind: str) -> Disturbance:
 
 def disturbed(base: Path, kills: int, faults: int, seed: int) -> Tally:
     """So many disturbances over as many runs as they take; `Broken` names the folder of the run that shows it."""
-    import nearpolicy.launch.build  # noqa: F401  loaded once, for all children
-    import nearpolicy.launch.session  # noqa: F401
+    import nearpolicy.launch.build
+    import nearpolicy.launch.session
     import nearpolicy.learner.checkpoint  # noqa: F401
 
     luck, tally = random.Random(seed), Tally()

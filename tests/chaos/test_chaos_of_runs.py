@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import chaos
 import pytest
+
+from nearpolicy.config import load_recipe
+from nearpolicy.launch.session import Session, run_session
 
 CHAOS = Path(__file__).with_name("chaos.py")
 
@@ -29,3 +33,25 @@ def test_ten_kills_and_twenty_faults_leave_what_an_undisturbed_run_leaves():
 def test_five_hundred_disturbances():
     found = counts("--kills", "350", "--faults", "150", "--seed", "7")
     assert found["disturbances"] == 500 and found["final_weights_compared_and_equal"] >= 30
+
+
+def whole(folder: Path, steps: int, setting: str) -> None:
+    chaos.prepare(folder)
+    recipe = load_recipe(folder / "demo.yaml", [*chaos.SETTINGS[setting], f"run.steps={steps}", "checkpoint.every=0"])
+    run_session(Session(config=recipe, say=lambda text: None))
+    bound = recipe.queue.max_staleness
+    chaos.require_whole(folder, bound=bound, steps=steps)
+
+
+@pytest.mark.parametrize("setting", ["ahead", "dropped"])
+def test_a_hundred_real_groups_keep_the_bound_and_end_once(tmp_path, monkeypatch, setting):
+    monkeypatch.chdir(tmp_path)
+    whole(tmp_path, 50, setting)
+
+
+@pytest.mark.large
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("setting", ["synchronous", "ahead", "ready", "dropped", "filtered"])
+def test_ten_thousand_real_groups(tmp_path, monkeypatch, setting):
+    monkeypatch.chdir(tmp_path)
+    whole(tmp_path, 1000, setting)

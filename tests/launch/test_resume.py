@@ -20,7 +20,9 @@ from nearpolicy.store.reader import RunReader
 
 RECIPE = """\
 run: {steps: 6, dir: run}
-model: {path: random:llama, init: {initializer_range: 0.15, hidden_size: 64, intermediate_size: 64, num_hidden_layers: 1}}
+model:
+  path: random:llama
+  init: {initializer_range: 0.15, hidden_size: 64, intermediate_size: 64, num_hidden_layers: 1}
 sampling: {max_prompt_length: 16, max_completion_length: 5, num_generations: 3}
 queue: {prompts_per_step: 2}
 checkpoint: {every: 2, keep_last: 2}
@@ -41,7 +43,9 @@ def _folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [{"question": f"{a} + {b} =", "answer": str(a + b)} for a in range(6) for b in range(6)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    Path("reward.py").write_text("def judge(completions, **_): return [float(sum(map(ord, c)) % 7) for c in completions]")
+    Path("reward.py").write_text(
+        "def judge(completions, **_): return [float(sum(map(ord, c)) % 7) for c in completions]"
+    )
     Path("demo.yaml").write_text(RECIPE)
 
 
@@ -72,7 +76,9 @@ def fingerprints(folder: str) -> list[str]:
 def sampled(folder: str) -> dict[int, list[list[int]]]:
     with RunReader(Path(folder)) as run:
         consumed = {used.admission for used in run.consumption()}
-        return {g.index: [r.segments[0].token_ids.tolist() for r in g.rollouts] for g in run.groups() if g.index in consumed}
+        return {
+            g.index: [r.segments[0].token_ids.tolist() for r in g.rollouts] for g in run.groups() if g.index in consumed
+        }
 
 
 @pytest.mark.parametrize(
@@ -162,7 +168,9 @@ def test_weights_that_come_out_otherwise_open_a_new_lineage(monkeypatch):
     said = go_on()
     assert any("going on as lineage 1" in line for line in said)
     with RunReader(Path("run")) as run:
-        assert [(r.lineage, r.version) for r in run.versions()] == [(0, v) for v in range(4)] + [(1, v) for v in range(3, 7)]
+        assert [(r.lineage, r.version) for r in run.versions()] == [(0, v) for v in range(4)] + [
+            (1, v) for v in range(3, 7)
+        ]
 
 
 def test_a_checkpoint_of_another_model_is_not_taken(tmp_path):
@@ -218,7 +226,7 @@ def test_changed_data_is_refused_and_nothing_is_overwritten():
     before = Path("run/metrics.jsonl").read_bytes()
     rows = [{"question": f"{a} - {b} =", "answer": "1"} for a in range(6) for b in range(6)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(DataError, match="the data of .* has changed"):
+    with pytest.raises(DataError, match=r"the data of .* has changed"):
         go_on()
     assert Path("run/metrics.jsonl").read_bytes() == before
 
@@ -277,7 +285,9 @@ def test_the_first_difference_is_named_by_step_and_tensor(capsys):
     digests = json.loads(store.execute("SELECT digests FROM versions WHERE version = 3").fetchone()[0])
     name = sorted(digests)[1]
     digests[name] = "0" * 32
-    store.execute("UPDATE versions SET fingerprint = 'other', digests = ? WHERE version = 3", (json.dumps(digests).encode(),))
+    store.execute(
+        "UPDATE versions SET fingerprint = 'other', digests = ? WHERE version = 3", (json.dumps(digests).encode(),)
+    )
     store.commit()
     store.close()
     assert exit_of("replay", "run") == 1

@@ -15,7 +15,7 @@ from nearpolicy.objectives import aggregation, corrections, losses
 from nearpolicy.objectives.advantages import grpo
 from nearpolicy.objectives.assign import assign_advantages
 from nearpolicy.objectives.config import ObjectiveConfig
-from nearpolicy.objectives.diagnostics import mismatch
+from nearpolicy.objectives.diagnostics import FRESH, KEPT_KV, STALE, causes_of, mismatch, mismatch_by_cause
 from nearpolicy.objectives.objective import Objective, Tokens
 from nearpolicy.objectives.sequences import Sequences
 from nearpolicy.records import Admission, Batch, Fate, Finish, Group, Prompt, Rollout, Segment, StepReport
@@ -284,3 +284,20 @@ def test_mismatch_numbers_are_those_of_their_definitions():
     assert found["mismatch/ess"] == pytest.approx(w.sum() ** 2 / (2 * (w**2).sum()))
     assert mismatch(np.array([]), np.array([])) == {}
     assert set(mismatch(proximal, proximal).values()) == {0.0, 1.0}
+
+
+def test_mismatch_is_told_by_what_may_cause_it():
+    versions, mask = np.array([3, -1, 3, 4, 4, 4]), np.array([True, False, True, True, True, True])
+    assert causes_of(versions, mask, 4)[mask].tolist() == [STALE, STALE, KEPT_KV, KEPT_KV, KEPT_KV]
+    fresh = np.array([4, -1, 4, 4]), np.array([True, False, True, True])
+    assert causes_of(*fresh, 4)[fresh[1]].tolist() == [FRESH] * 3
+    causes = np.array([FRESH, FRESH, KEPT_KV, STALE])
+    proximal = np.log([0.5, 0.5, 0.25, 0.2])
+    behavior = np.log([0.5, 0.25, 0.25, 0.4])
+    found = mismatch_by_cause(proximal, behavior, causes)
+    assert found["mismatch/fresh_share"] == 0.5
+    assert found["mismatch/engine_kl"] == pytest.approx((0 + 2 - 1 - np.log(2)) / 2)
+    assert found["mismatch/engine_logprob_diff_max"] == pytest.approx(np.log(2))
+    assert found["mismatch/kept_kv_kl"] == 0
+    assert found["mismatch/staleness_kl"] == pytest.approx(0.5 - 1 + np.log(2))
+    assert mismatch_by_cause(*map(np.array, ([], [], []))) == {}

@@ -540,3 +540,75 @@ def test_groups_that_expire_do_not_use_up_the_rounds_of_dynamic_sampling():
             queue.retire(step + 1)
 
     asyncio.run(scenario())
+
+
+# Fewer slots for new admissions
+
+
+def test_slots_are_taken_from_new_admissions_down_to_the_floor_and_given_back():
+    async def scenario() -> None:
+        queue = a_queue(per_step=2, bound=3, fewest_slots=4)
+        held = [await queue.reserve() for _ in range(8)]
+        assert [queue.admit_fewer() for _ in range(3)] == [True, True, False] and queue.slots == 4
+        for slot in held:
+            queue.fill(slot, group_of(slot.admission))
+        for step in range(3):
+            await queue.take(2)  # groups that were admitted keep the bound they were admitted under
+            queue.complete(step)
+            queue.retire(step + 1)
+        first, second = await queue.reserve(), await queue.reserve()
+        third = asyncio.create_task(queue.reserve())
+        await settle()
+        assert (first.admission.version, second.admission.version) == (3, 3) and not third.done()
+        assert queue.admit_more()
+        await settle()
+        assert third.done()
+
+    asyncio.run(scenario())
+
+
+def test_slots_follow_who_waits_for_whom():
+    """The learner never waits and a batch is ready: fewer. It waits for a tenth of its time: more."""
+    now = [0.0]
+
+    async def scenario() -> tuple[int, int]:
+        queue = a_queue(per_step=2, bound=3, fewest_slots=4, adaptive=True, clock=lambda: now[0])
+
+        async def produce() -> None:
+            while (slot := await queue.reserve()) is not None:
+                queue.fill(slot, group_of(slot.admission, (slot.admission.version,)))
+
+        async def a_step(step: int, waiting_s: float) -> None:
+            taken = asyncio.create_task(queue.take(2))
+            if waiting_s:
+                await asyncio.sleep(0)
+                now[0] += waiting_s
+            else:
+                await settle()
+            await taken
+            now[0] += 10.0
+            queue.complete(step)
+            queue.retire(step + 1)
+
+        producer = asyncio.create_task(produce())
+        for step in range(6):
+            await settle()
+            await a_step(step, 0.0)
+        fewest = queue.slots
+        producer.cancel()
+        await settle()
+        while queue._groups:  # nothing is generated any more
+            step += 1
+            await a_step(step, 0.0)
+        waits = asyncio.create_task(queue.take(2))
+        await settle()
+        now[0] += 2.0
+        for slot in [await queue.reserve(), await queue.reserve()]:
+            queue.fill(slot, group_of(slot.admission, (slot.admission.version,)))
+        await waits
+        now[0] += 10.0
+        queue.complete(step + 1)
+        queue.retire(step + 2)
+        return fewest, queue.slots
+
+    assert asyncio.run(scenario()) == (4, 6)

@@ -134,7 +134,9 @@ def test_a_greedy_completion_shares_the_fate_of_a_group_that_is_given_up(store, 
 @pytest.mark.parametrize("schema", [1, 2])
 def test_an_older_store_is_read_and_brought_up_to_date_when_it_is_written_again(folder, monkeypatch, schema):
     with monkeypatch.context() as then:
-        then.setattr(writer, "SCHEMA", SCHEMA.replace("messages, columns\n    prompt_index INTEGER", "messages, columns"))
+        then.setattr(
+            writer, "SCHEMA", SCHEMA.replace("messages, columns\n    prompt_index INTEGER", "messages, columns")
+        )
         then.setattr(writer, "SCHEMA", writer.SCHEMA.replace("prompt    BLOB NOT NULL, ", "prompt    BLOB NOT NULL "))
         column = "digests     BLOB,                    -- JSON: tensor -> digest; NULL where they were not kept"
         then.setattr(writer, "SCHEMA", writer.SCHEMA.replace(column, ""))

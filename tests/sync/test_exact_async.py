@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -240,7 +239,7 @@ def asynchronous(
             weights=publisher,
             store=book,
             telemetry=book,
-            assemble=partial(assign_advantages, config=objective),
+            assemble=lambda groups, step: assign_advantages(groups, config=objective),
             after_step=never_stop,
             num_steps=STEPS,
             prompts_per_step=PER_STEP,

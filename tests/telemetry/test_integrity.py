@@ -95,14 +95,25 @@ def test_figures_of_a_whole_run_by_source():
 
 def test_an_alarm_is_raised_once_until_it_has_gone():
     monitors = Monitors([MonitorConfig(metric="reward/mean", above=0.5, steps=2)])
-    rewards = [0.6, 0.4, 0.6, 0.7, 0.8, 0.4, 0.6, 0.6]
+    rewards = [0.6, 0.4, 0.6, 0.7, 0.8, 0.4, 0.6, 0.4, 0.4, 0.6, 0.6]
     told = [bool(monitors.observe(step, {"reward/mean": reward})) for step, reward in enumerate(rewards)]
-    assert told == [False, False, False, True, False, False, False, True]
+    assert [step for step, begun in enumerate(told) if begun] == [3, 10]
     assert monitors.alarms[0].text == "step 3: reward/mean is 0.7, above 0.5 for 2 steps"
     assert monitors.observe(9, {}) == []
     below = Monitors([MonitorConfig(metric="policy/entropy", below=0.1, action="stop")])
-    assert below.observe(0, {"policy/entropy": 0.05})[0].stop
+    assert below.observe(0, {"policy/entropy": 0.05})[0].action == "stop"
     assert Monitors([MonitorConfig(metric="policy/loss", above=1.0)]).observe(0, {"policy/loss": float("nan")})
+
+
+def test_an_alarm_lasts_until_the_metric_is_well_on_the_good_side():
+    monitor = MonitorConfig(metric="mismatch/ess", below=0.2, clear=0.5, action="lower_staleness")
+    monitors = Monitors([monitor])
+    lasting, begun = [], []
+    for step, value in enumerate((0.9, 0.1, 0.3, 0.45, 0.6, 0.3, 0.1)):
+        begun += [step] * len(monitors.observe(step, {"mismatch/ess": value}))
+        lasting.append(monitors.lowers_staleness)
+    assert lasting == [False, True, True, True, False, False, True]
+    assert begun == [1, 6]
 
 
 def test_a_jump_of_the_reward_is_measured_against_its_own_past():
@@ -115,7 +126,12 @@ def test_a_jump_of_the_reward_is_measured_against_its_own_past():
 
 @pytest.mark.parametrize(
     ("monitor", "words"),
-    [({"metric": "reward/mean"}, "neither above nor below"), ({"metric": "no/such", "above": 1}, "is no metric")],
+    [
+        ({"metric": "reward/mean"}, "neither above nor below"),
+        ({"metric": "no/such", "above": 1}, "is no metric"),
+        ({"metric": "reward/mean", "above": 1, "clear": 2}, "still beyond its bound"),
+        ({"metric": "reward/mean", "above": 1, "below": 0, "clear": 0.5}, "make it two monitors"),
+    ],
 )
 def test_monitors_that_could_never_speak_are_refused(monitor, words):
     with pytest.raises(ValueError, match=words):
@@ -146,7 +162,7 @@ def test_a_monitor_ends_a_run_and_audit_reads_it(tmp_path, monkeypatch, capsys):
     summary = run_session(Session(config=load_recipe(Path("demo.yaml"), ["verifier.recheck=1"]), say=said.append))
     assert (summary["ended"], summary["steps"]) == ("stopped", 2)
     assert summary["alarms"] == [
-        line.removeprefix("alarm: ").removesuffix("; the run ends") for line in said if "alarm" in line
+        line.removeprefix("warning: ").removesuffix("; the run ends") for line in said if "completion/" in line
     ]
     assert "step 1: completion/length_mean is 3, above 0 for 2 steps" in summary["alarms"][0]
     lines = [json.loads(line) for line in Path("mine/metrics.jsonl").read_text().splitlines()]

@@ -9,6 +9,7 @@ runs, and gains it nothing: what would be worth forging is not in this process. 
 
 from __future__ import annotations
 
+import _sitebuiltins
 import ast
 import atexit
 import builtins
@@ -35,7 +36,7 @@ _TIDY_LIMIT = 200
 
 
 def prepare() -> None:
-    """What every run finds, while descriptors 0 to 2 are of the kinds they will be. Once for all copies."""
+    """What every run finds; once for all copies, while descriptors 0 to 2 are of the kinds they will be."""
     random.seed(0)
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed(0)
@@ -45,10 +46,13 @@ def prepare() -> None:
     sys.stderr = io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)  # type: ignore[arg-type]
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     sys.argv = [PROGRAM]
+    for name in ("exit", "quit"):  # of the module `site`, which is not loaded
+        setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D"))
 
 
 def run(kind: str, program: bytes, **job: Any) -> int:
     """Exit status of a run of this kind."""
+    threading.main_thread()._set_native_id()  # type: ignore[attr-defined]  not the one of the process it is a copy of
     return _KINDS[kind](program, **job)
 
 

@@ -13,7 +13,6 @@ import contextlib
 import os
 import resource
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -136,7 +135,8 @@ def _change_root(packages: Sequence[str]) -> None:
     for name in _DEVICES:
         Path(_BASE, "dev", name).touch()
         kernel.mount(f"/dev/{name}", f"{_BASE}/dev/{name}", None, kernel.MS_BIND)
-        kernel.set_mount_attributes(f"{_BASE}/dev/{name}", kernel.ATTR_NOSUID | kernel.ATTR_NOEXEC, recursive=False)
+        attributes = kernel.ATTR_RDONLY | kernel.ATTR_NOSUID | kernel.ATTR_NOEXEC  # written to it is all the same
+        kernel.set_mount_attributes(f"{_BASE}/dev/{name}", attributes, recursive=False)
     os.makedirs(_BASE + FOLDER)
     if not os.path.exists(_BASE + "/tmp"):
         os.symlink(FOLDER, _BASE + "/tmp")
@@ -165,29 +165,38 @@ def _show(source: str, place: str) -> None:
 
 class OwnFolder:
     """The writable folder of a run: a file system in memory, made anew unless nobody has touched it. To mount one takes
-    as long as all else that shuts a run in, and most programs write no file."""
+    as long as all else that shuts a run in, and most programs write no file.
+
+    Whatever is done to a folder, or by a name in it, moves its time of change, which no call can set. Where the kernel
+    gives each change that follows a look another time (Linux 6.13), a look shows whether there was one; else there is a
+    new folder for each run.
+    """
 
     def __init__(self) -> None:
-        self._as_made: tuple[int, ...] | None = None
-        self._before_run = 0
-        self.renew()
+        self._seen: tuple[int, ...] | None = None
+        self._mount()
+        self._tells_changes = self._each_change_shows()
 
-    def next_run(self) -> None:
-        self._before_run = time.clock_gettime_ns(kernel.CLOCK_REALTIME_COARSE)
-
-    def renew(self) -> None:
-        """After a run, when all its processes are dead."""
-        if self._as_made is not None:
-            # A change in the same tick of the clock as the folder was made in would not show.
-            if self._as_made == self._state() and self._as_made[0] < self._before_run:
-                return
+    def begin(self) -> None:
+        """For the run that comes. What it finds is as old as it is, whatever the one before has done."""
+        if not (self._tells_changes and self._seen == self._state()):
             kernel.unmount(FOLDER)
+            self._mount()
+        os.chmod(FOLDER, 0o700)
+        self._seen = self._state()
+
+    def _mount(self) -> None:
         options = f"mode=700,size={FOLDER_MIB}m,nr_inodes={FOLDER_FILES},uid=1000,gid=1000"
         kernel.mount("tmpfs", FOLDER, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOATIME, options)
-        self._as_made = self._state()
+
+    def _each_change_shows(self) -> bool:
+        seen = set()
+        for _ in range(50):
+            os.chmod(FOLDER, 0o700)
+            seen.add(os.stat(FOLDER).st_ctime_ns)
+        return len(seen) == 50
 
     def _state(self) -> tuple[int, ...]:
-        """Whatever is done to a folder, or by a name in it, changes the first of these, which no call can set."""
         found, room = os.stat(FOLDER), os.statvfs(FOLDER)
         return found.st_ctime_ns, found.st_mtime_ns, found.st_atime_ns, found.st_mode, room.f_bfree, room.f_ffree
 

@@ -33,7 +33,7 @@ _DENIED = {  # name: (x86_64, aarch64); None where an architecture has no such c
     "setgroups": (116, 159), "setfsuid": (122, 151), "setfsgid": (123, 152), "capset": (126, 91),
     # network
     "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201), "accept": (43, 202),
-    "accept4": (288, 242), "sendmmsg": (307, 269),
+    "accept4": (288, 242), "sendmmsg": (307, 269), "sendmsg": (46, 211),
     # namespaces, mounts, the machine
     "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39),
     "pivot_root": (155, 41), "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429),
@@ -89,7 +89,7 @@ _ON_FILES = {
     "fremovexattr": (199, 16), "removexattrat": (466, 466), "file_setattr": (469, 469), "truncate": (76, 45),
 }  # fmt: skip
 """What Landlock lets everybody do to files that are theirs, wherever they lie."""
-_OF_WORKERS = {"mount", "umount2", "capset", "landlock_restrict_self", "pidfd_send_signal", "seccomp"}
+_OF_WORKERS = {"mount", "umount2", "sendmsg", "capset", "landlock_restrict_self", "pidfd_send_signal", "seccomp"}
 """What a worker does between two runs, or for one, and a run may not."""
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
@@ -104,6 +104,14 @@ _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 _FCNTL = {"x86_64": 72, "aarch64": 25}
 _F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _FIOSETOWN, _SIOCSPGRP = 8, 10, 15, 0x8901, 0x8902
 """Who is signalled, and how, when something can be read."""
+_FLOCK = {"x86_64": 73, "aarch64": 32}
+_F_SETLK, _F_SETLKW, _F_OFD_SETLK, _F_OFD_SETLKW = 6, 7, 37, 38
+_PREADV2 = {"x86_64": (327, 328), "aarch64": (286, 287)}
+_SETRLIMIT = {"x86_64": 160, "aarch64": 164}
+_RLIMIT_CPU = 0
+_FATAL = (signal.SIGKILL, signal.SIGILL, signal.SIGTRAP, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV,
+          16, signal.SIGSYS)  # fmt: skip
+"""What ends a process as a rule, and process 1 of a namespace not, if it sends it to itself."""
 _F_SETLEASE, _F_NOTIFY = 1024, 1026
 """Makes others wait for a file; tells what they do in a folder."""
 _OF_FILE_SYSTEMS = (0x6600, 0x5800, 0x9400)
@@ -124,10 +132,12 @@ _PRCTL_DENIED = (_PR_SET_DUMPABLE, _PR_SET_MM, _PR_SET_SECCOMP, _PR_SCHED_CORE, 
 
 _ALLOW, _KILL_PROCESS = 0x7FFF0000, 0x80000000
 _DENY = 0x00050000 | errno.EPERM
+_PRETEND = 0x00050000
+"""Nothing is done, and the call reports success."""
 _NOT_THERE = 0x00050000 | errno.ENOSYS
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN, _AND = 0x20, 0x15, 0x35, 0x45, 0x06, 0x54
-_NUMBER, _ARCH, _FIRST, _SECOND, _THIRD = 0, 4, 16, 24, 32
+_NUMBER, _ARCH, _FIRST, _SECOND, _THIRD, _SIXTH = 0, 4, 16, 24, 32, 56
 """Offsets of the call's number, the architecture and the low halves of its arguments in what a filter sees."""
 
 
@@ -164,6 +174,20 @@ def of_run(*, processes: bool, own_space: bool, only_signals_to: int | None = No
     may_clone = (_ANY_BIT, 0, 1, _CLONE_NAMESPACES) if processes else (_ANY_BIT, 1, 0, _CLONE_THREAD)
     code += _where(_CLONE[machine], [(_LOAD, 0, 0, _FIRST), may_clone, (_RETURN, 0, 0, _DENY), (_RETURN, 0, 0, _ALLOW)])
     code += _unless(_PRCTL[machine], _FIRST, _PRCTL_DENIED)
+    # Its limit of processor time stays as it is, whatever it is told: who dies of a lower one looks like one that was
+    # felled from outside.
+    own = [(_LOAD, 0, 0, _FIRST), (_EQUAL, 0, 1, _RLIMIT_CPU), (_RETURN, 0, 0, _PRETEND), (_RETURN, 0, 0, _ALLOW)]
+    code += _where(_SETRLIMIT[machine], own)
+    asked = [(_LOAD, 0, 0, _THIRD), (_EQUAL, 1, 0, 0), (_RETURN, 0, 0, _PRETEND), (_RETURN, 0, 0, _ALLOW)]
+    of_time = [(_LOAD, 0, 0, _SECOND), (_EQUAL, 0, len(asked), _RLIMIT_CPU), *asked, (_RETURN, 0, 0, _ALLOW)]
+    code += _where(_PRLIMIT[machine], of_time)
+    if not processes:
+        # A lock on a file of the machine is seen by all runs. A single process needs none: it gets what it asks for.
+        code += _where(_FLOCK[machine], [(_RETURN, 0, 0, _PRETEND)])
+        locks = (_F_SETLK, _F_SETLKW, _F_OFD_SETLK, _F_OFD_SETLKW)
+        tests = [step for each in locks for step in ((_EQUAL, 0, 1, each), (_RETURN, 0, 0, _PRETEND))]
+        # Without a return of what is allowed: more is asked about it below.
+        code += [*_where(_FCNTL[machine], [(_LOAD, 0, 0, _SECOND), *tests]), (_LOAD, 0, 0, _NUMBER)]
     if not own_space:
         denied = [step for each in _OF_FILE_SYSTEMS for step in ((_EQUAL, 0, 1, each), (_RETURN, 0, 0, _DENY))]
         test = [(_LOAD, 0, 0, _SECOND), (_AND, 0, 0, 0xFF00), *denied]
@@ -217,6 +241,8 @@ def _arguments(machine: str) -> list[_Step]:
         code += _where(number, nameless)
     code += _unless(_FCNTL[machine], _SECOND, (_F_SETLEASE, _F_NOTIFY))
     code += _only(_PRLIMIT[machine], _FIRST, 0)
+    for number in _PREADV2[machine]:  # its flags can ask what is in memory: which files others have read
+        code += _only(number, _SIXTH, 0)
     # A pair of datagram sockets could send to an address; a pair of streams is what event loops wake themselves with.
     # Of another family it would be none, but have the kernel load what it knows about that family.
     stream = _only(_SOCKETPAIR[machine], _SECOND, _SOCK_STREAM, mask=_SOCK_TYPE)[1:]
@@ -230,9 +256,11 @@ def _where(number: int, then: list[_Step]) -> list[_Step]:
 
 
 def _ends_if_first(plain: bool) -> list[_Step]:
-    """kill(1, SIGKILL), or tgkill(1, _, SIGKILL), ends the caller."""
+    """kill(1, SIGKILL), or tgkill(1, _, SIGKILL), ends the caller; so does any other of `_FATAL`."""
+    # Which of them: each test jumps over those behind it and the return, to the question who is meant.
+    fatal = [(_EQUAL, len(_FATAL) - place, 0, number) for place, number in enumerate(_FATAL)]
     return [
-        (_LOAD, 0, 0, _SECOND if plain else _THIRD), (_EQUAL, 1, 0, signal.SIGKILL), (_RETURN, 0, 0, _ALLOW),
+        (_LOAD, 0, 0, _SECOND if plain else _THIRD), *fatal, (_RETURN, 0, 0, _ALLOW),
         (_LOAD, 0, 0, _FIRST), (_EQUAL, 0, 1, 1), (_RETURN, 0, 0, _KILL_PROCESS), (_RETURN, 0, 0, _ALLOW),
     ]  # fmt: skip
 

@@ -40,7 +40,8 @@ CONTROL = 3
 NICENESS = 5
 """Runs give way to engine and learner."""
 _REPLACED = (signal.SIGHUP, signal.SIGTERM, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGUSR1,
-             signal.SIGUSR2, signal.SIGXCPU, signal.SIGPOLL, signal.SIGQUIT)  # fmt: skip
+             signal.SIGUSR2, signal.SIGXCPU, signal.SIGPOLL, signal.SIGQUIT, signal.SIGPWR,
+             *range(signal.SIGRTMIN, signal.SIGRTMAX + 1))  # fmt: skip
 """Signals that end a process, but not process 1 of a namespace unless it asks for it."""
 _SHORT_S = 0.005
 """A run that has ended by then was never told of: it is a word less for each of two processes."""
@@ -174,10 +175,8 @@ class _Worker:
             if not message:
                 return
             if self._folder is not None:
-                self._folder.next_run()
+                self._folder.begin()
             self._serve(control, json.loads(message), descriptors)
-            if self._folder is not None:
-                self._folder.renew()
 
     def _serve(self, control: socket.socket, request: dict[str, Any], descriptors: list[int]) -> None:
         passed, passes = os.pipe()
@@ -185,7 +184,7 @@ class _Worker:
             pid, run = self._clone()
         except OSError as error:
             _close(passed, passes, *descriptors)
-            control.send(json.dumps({"ended": request["id"], "failure": str(error)}).encode())
+            control.send(json.dumps({"ended": True, "failure": str(error)}).encode())
             return
         if pid == 0:
             os.close(passed)
@@ -193,14 +192,14 @@ class _Worker:
         _close(passes, *descriptors)
         killed = None
         if not select.select([run], [], [], _SHORT_S)[0]:
-            socket.send_fds(control, [json.dumps({"started": request["id"]}).encode()], [run])
+            socket.send_fds(control, [b'{"started": true}'], [run])
             killed = _watched(control, pid, run, request["limits"])
         _, status, usage = os.wait4(pid, 0)
         if not self._spaces and (self._confinement is None or request["limits"]["processes"] > 1):
             _sweep()
         words = os.read(passed, 400)
         _close(run, passed)
-        ended = {"ended": request["id"], "status": os.waitstatus_to_exitcode(status), "killed": killed}
+        ended = {"ended": True, "status": os.waitstatus_to_exitcode(status), "killed": killed}
         if not words.startswith(b"+"):
             ended["failure"] = words.decode(errors="replace") or "the run was lost while it was being set up"
         ended |= {"cpu_s": usage.ru_utime + usage.ru_stime, "max_rss_mib": usage.ru_maxrss / 1024}

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nearpolicy.errors import NearpolicyError
+from nearpolicy.machine import descendants
 from nearpolicy.verifier.sandbox.capture import Capture, Frames
 from nearpolicy.verifier.sandbox.isolation import FOLDER
 from nearpolicy.verifier.sandbox.runs import STDERR_CAP, STDERR_KEPT, Ended, OnFrame, Run
@@ -141,7 +142,6 @@ class Worker:
     def _send(self, run: Run, running: Running) -> None:
         limits = run.limits
         request = {
-            "id": self.runs,
             "kind": run.kind,
             "job": dict(run.job),
             "limits": {
@@ -399,12 +399,22 @@ def is_starved(computed_s: float, waited_s: float, wall_s: float) -> bool:
 
 
 def _processor_times(pidfd: int) -> tuple[float, float]:
-    """Seconds that a process has computed, on all threads, and that the one of them waited that waited longest; as the
-    kernel's scheduler counts them. Zeros if it does not tell."""
+    """Seconds that a run has computed, in all its processes and threads, and that the one of them waited that waited
+    longest; as the kernel's scheduler counts them. Zeros if it does not tell."""
     try:
         info = Path(f"/proc/self/fdinfo/{pidfd}").read_text()
         pid = int(next(line for line in info.splitlines() if line.startswith("Pid:")).split()[1])
-        threads = [(task / "schedstat").read_text().split() for task in Path(f"/proc/{pid}/task").iterdir()]
+        times = [_schedule(each) for each in (pid, *descendants(pid))]
+        threads = [thread for of_process in times for thread in of_process]
         return sum(int(thread[0]) for thread in threads) / 1e9, max(int(thread[1]) for thread in threads) / 1e9
     except (OSError, ValueError, StopIteration):
         return 0.0, 0.0
+
+
+def _schedule(pid: int) -> list[list[str]]:
+    found = []
+    with contextlib.suppress(OSError):  # it has ended meanwhile
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                found.append((task / "schedstat").read_text().split())
+    return found
