@@ -116,7 +116,7 @@ def installed(packages: Sequence[str]) -> list[str]:
     found: dict[str, None] = {}
     for name in packages:
         place = _place(name)
-        for top in _top_level(name) or {place.name}:
+        for top in (place.name, *sorted(_top_level(name))):
             path = place.parent / top
             if path.exists():
                 found[os.fspath(path)] = None
@@ -138,7 +138,10 @@ def _place(name: str) -> Path:
     if not spec.has_location:  # its origin is a word, and as a path that would be somewhere else
         raise VerifierError(f"verifier.packages names {name!r}, which is a part of Python itself; leave it out")
     origin = Path(spec.origin)
-    return origin if spec.submodule_search_locations is None else origin.parent
+    if not origin.exists():
+        raise VerifierError(f"verifier.packages names {name!r}, which is no file but {origin}; install it unpacked")
+    # Not by what else the spec says: `six` is one file, and calls itself a package once it is loaded.
+    return origin.parent if origin.name.startswith("__init__.") else origin
 
 
 def _top_level(package: str) -> set[str]:

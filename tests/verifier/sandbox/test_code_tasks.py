@@ -275,8 +275,8 @@ def test_a_worker_that_dies_under_a_run_is_replaced_and_the_run_tried_again(monk
         sandbox = Workers("namespaces", 1)
         send, killed = Worker._send, []
 
-        async def send_and_kill(self, run, running):
-            await send(self, run, running)
+        def send_and_kill(self, run, running):
+            send(self, run, running)
             if not killed:
                 killed.append(self._process.pid)
                 self._process.send_signal(signal.SIGKILL)

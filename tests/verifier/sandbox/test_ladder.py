@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import math
 import os
 import socket
@@ -39,6 +40,7 @@ def test_what_cannot_be_given_to_programs_is_refused_by_its_name(name):
 
 def test_a_module_of_one_file_is_that_file():
     assert installed(["math"]) == [math.__file__]
+    importlib.import_module("six")  # which then calls itself a package
     [six] = installed(["six"])
     assert os.path.basename(six) == "six.py"
 
