@@ -334,7 +334,7 @@ class Running:
     def _too_long(self) -> None:
         if _has_ended(self._pidfd):  # in time, and this process was too busy to hear of it
             return
-        self._starved = is_starved(*_processor_times(self._pidfd), self._run.limits.wall)
+        self._starved = is_starved(*_processor_times(self._pidfd, self._run.limits.processes > 1), self._run.limits.wall)
         self._stop("wall")
 
     def _too_much(self) -> None:
@@ -398,13 +398,13 @@ def is_starved(computed_s: float, waited_s: float, wall_s: float) -> bool:
     return waited_s > STARVED_SHARE * wall_s and computed_s < STARVED_SHARE * wall_s
 
 
-def _processor_times(pidfd: int) -> tuple[float, float]:
-    """Seconds that a run has computed, in all its processes and threads, and that the one of them waited that waited
-    longest; as the kernel's scheduler counts them. Zeros if it does not tell."""
+def _processor_times(pidfd: int, several: bool) -> tuple[float, float]:
+    """Seconds that a run has computed, in all threads and, if it may have ``several``, in all processes, and that the
+    one of them waited that waited longest; as the kernel's scheduler counts them. Zeros if it does not tell."""
     try:
         info = Path(f"/proc/self/fdinfo/{pidfd}").read_text()
         pid = int(next(line for line in info.splitlines() if line.startswith("Pid:")).split()[1])
-        times = [_schedule(each) for each in (pid, *descendants(pid))]
+        times = [_schedule(each) for each in (pid, *(descendants(pid) if several else ()))]
         threads = [thread for of_process in times for thread in of_process]
         return sum(int(thread[0]) for thread in threads) / 1e9, max(int(thread[1]) for thread in threads) / 1e9
     except (OSError, ValueError, StopIteration):
