@@ -1,4 +1,4 @@
-"""Faults between engine and learner show in the part of the mismatch that is theirs; in a clean run there is none."""
+"""Faults between engine and learner show in the part of the mismatch that is theirs; a clean run has none of it."""
 
 from __future__ import annotations
 
