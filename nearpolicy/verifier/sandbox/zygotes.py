@@ -334,7 +334,8 @@ class Running:
     def _too_long(self) -> None:
         if _has_ended(self._pidfd):  # in time, and this process was too busy to hear of it
             return
-        self._starved = is_starved(*_processor_times(self._pidfd, self._run.limits.processes > 1), self._run.limits.wall)
+        limits = self._run.limits
+        self._starved = is_starved(*_processor_times(self._pidfd, limits.processes > 1), limits.wall)
         self._stop("wall")
 
     def _too_much(self) -> None:
