@@ -11,6 +11,7 @@ import torch
 
 from nearpolicy.config import RunConfig, load_recipe
 from nearpolicy.errors import ConfigError, DataError, RunFolderError
+from nearpolicy.evaluate.metrics import held_out_scores
 from nearpolicy.launch.cli import run as cli
 from nearpolicy.launch.resume import differences, resumed_config
 from nearpolicy.launch.session import Session, run_session
@@ -261,6 +262,25 @@ def test_two_processes_cannot_write_one_run():
 
     with SqliteStore.open(RunFolder(Path("run").resolve())), pytest.raises(RunFolderError, match="another run"):
         go_on()
+
+
+def test_the_best_checkpoint_stays_across_a_restart():
+    """K53, by the held-out accuracies that the run itself has found."""
+    settings = ("queue.max_staleness=0", "checkpoint.every=1", "checkpoint.keep_last=1", "checkpoint.keep_best=1")
+    settings = (
+        *settings,
+        "evaluation.every=1",
+        "tasks.0.held_out=8",
+        "learner.learning_rate=0.05",
+        "evaluation.pass_k=[]",
+    )
+    begin(*settings, stop_after=3)
+    go_on()
+    with RunReader(Path("run")) as run:
+        scores = {score.version: score.accuracy for score in held_out_scores(run.evaluations())}
+    best = max((version for version in scores if 0 < version < 6), key=lambda version: (scores[version], version))
+    left = {int(path.name.removeprefix("step-")) for path in Path("run/checkpoints").iterdir()}
+    assert left == {6, best} and len(set(scores.values())) > 1
 
 
 # Replay
