@@ -348,6 +348,8 @@ class Position:
     num_filtered: int
     filtered: Mapping[int, str]
     """Admission -> reason, of those behind the last step's groups."""
+    last_admissions: tuple[Admission, ...]
+    """The newest ones, ended or not."""
     expired_prompts: tuple[Admission, ...]
     """Expired, and their prompts not asked again since; oldest first."""
 

@@ -97,5 +97,5 @@ class GeneratorConfig(ConfigModel):
     `objective.correction` corrects for it. It takes half as much memory as the weights, beside them."""
     prefill_chunk: PositiveInt = 512
     """Prompt tokens computed in one forward pass beside the running sequences."""
-    threads: PositiveInt | None = None
+    threads: int | None = Field(None, ge=1, le=1024)
     """Threads inside one operation of the engine. Left out: one while the learner works, all cores while it rests."""

@@ -47,6 +47,11 @@ def run(arguments: Sequence[str]) -> NoReturn:
     except (UserError, StandstillError) as error:
         print(visible(f"nearpolicy: {error}"), file=sys.stderr)
         sys.exit(STANDSTILL if isinstance(error, StandstillError) else 2)
+    except Exception as error:
+        if (type(error).__module__, type(error).__name__) != ("sqlite3", "DatabaseError"):
+            raise
+        print(f"nearpolicy: the store of the run is damaged: {error}. Restore it from a copy", file=sys.stderr)
+        sys.exit(2)
     sys.exit(0)
 
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from nearpolicy.config import RunConfig, config_from_dict
 from nearpolicy.errors import ConfigError, DataError, RunFolderError
-from nearpolicy.records import Position
+from nearpolicy.records import Position, Prompt
 from nearpolicy.store.folder import RunFolder
+from nearpolicy.store.payload import encode_json
 from nearpolicy.store.reader import RunReader
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 MAY_CHANGE = (
     "run.steps", "run.keep_versions", "checkpoint", "evaluation", "telemetry", "monitors", "store", "verifier.workers",
     "generator.threads", "learner.threads", "queue.rollout_timeout_s", "queue.rollout_retries", "queue.stall_timeout_s",
+    "queue.max_rounds",
     "sync.timeout_s",
 )  # fmt: skip
 """Keys, and sections, that may differ when a run is taken up again."""
@@ -81,14 +83,16 @@ def usable_checkpoints(folder: RunFolder, steps: int, say: Callable[[str], None]
 
 def require_same_data(found: Position, mixture: Mixture, folder: RunFolder) -> None:
     """`DataError` if the prompts that the run had asked for are not those of the data now."""
-    asked = (*(group.admission for group in found.ready), *found.unfinished)
-    for admission in asked:
+    for admission in found.last_admissions:
         place = admission.index if admission.prompt_index is None else admission.prompt_index
         now = mixture.prompt(place)
-        if now is None or (now.task, now.text, now.messages) != (
-            admission.prompt.task, admission.prompt.text, admission.prompt.messages
-        ):  # fmt: skip
+        if now is None or _said(now) != _said(admission.prompt):
             raise DataError(
                 f"the data of {folder.path} has changed: prompt {place} was {admission.prompt.id!r} of task "
-                f"{admission.prompt.task!r} with another text. Restore the data, or begin a new run"
+                f"{admission.prompt.task!r}, and its text or columns were others. Restore the data, or begin a new run"
             )
+
+
+def _said(prompt: Prompt) -> bytes:
+    """All of a prompt that rewards and models read, as the store has it."""
+    return encode_json([prompt.task, prompt.text, prompt.messages, prompt.columns])

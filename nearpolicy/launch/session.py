@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import errno
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -177,7 +177,7 @@ class Session:
             wall_anchor=self.store.wall_anchor,
             metrics=MetricsWriter(self.folder.metrics),
             sinks=sinks,
-            trace=Trace(self.folder.trace, config.telemetry.profile) if config.telemetry.profile else None,
+            trace=Trace(self._trace_file(), config.telemetry.profile) if config.telemetry.profile else None,
         )
         closing.push(_unless_failed(self.telemetry.close))
         self.watch = Watch(
@@ -188,6 +188,11 @@ class Session:
         )
         self.watch.start()
         closing.callback(self.watch.close)
+
+    def _trace_file(self) -> Path:
+        """Of a run that goes on beside the trace of its first steps."""
+        first = self.folder.trace
+        return first if self.position is None else first.with_name(f"trace-{self.position.steps}.json")
 
     def _leave_nothing(self, made: bool, kind: object, error: BaseException | None, trace: object) -> None:
         """A run that was stopped or refused before it began had nothing to record; a crash may have."""
@@ -230,6 +235,8 @@ class Session:
         self.begun = True
         setup_s = time.monotonic() - self._started
         before = await self._evaluate_alone(0)
+        if self._evaluation_was_due():
+            await self._evaluate(self.learner.inner.version, with_pass=False)
         begin = time.monotonic()
         if not self.stop_requested:
             try:
@@ -389,6 +396,13 @@ class Session:
         self.say(f"held out, version {version}: {', '.join(found) or 'no answer'} ({seconds:.0f} s)")
         return summary_of(samples, self.config.evaluation.pass_k)
 
+    def _evaluation_was_due(self) -> bool:
+        """Whether the run ended before the evaluation of the version that it goes on from."""
+        every, version = self.config.evaluation.every, self.learner.inner.version
+        if self.position is None or not every or version != self._taken_up_at or self.stop_requested:
+            return False
+        return 0 < version < self.config.run.steps and version % every == 0 and not self._evaluated_before(version)
+
     def _evaluated_before(self, version: int) -> Mapping[str, object]:
         """What a run that goes on has found out already."""
         from nearpolicy.evaluate.evaluator import summary_of
@@ -421,13 +435,15 @@ class Session:
         from nearpolicy.launch.build import memory_by_owner
 
         begin, learner = time.monotonic(), self.learner.inner
-        started = await self._load_checkpoint(found.steps)
+        with RunReader(self.folder.path) as run:
+            versions = run.versions()
+        recorded = {record.version: record for record in versions}  # of the newest lineage that has it
+        started = await self._load_checkpoint(found.steps, versions)
         every = self.config.sync.weight_sync_steps
         ended = found.steps == self.config.run.steps
         due = found.steps if ended else found.steps // every * every
         self._taken_up_at = max(due, learner.version)
         with RunReader(self.folder.path) as run:
-            recorded = {record.version: record for record in run.versions()}  # of the newest lineage that has it
             logged = {line["step"] for line in run.metrics() if "policy/loss" in line or "batch/groups" in line}
             await self._publish_if_due(recorded)
             for step in range(learner.version, found.steps):
@@ -449,7 +465,7 @@ class Session:
             f"{count(len(found.unfinished), 'group')} begin anew"
         )
 
-    async def _load_checkpoint(self, steps: int) -> int:
+    async def _load_checkpoint(self, steps: int, recorded: Sequence[VersionRecord]) -> int:
         """Steps that the learner's weights contain then; without a checkpoint they are the initial ones."""
         from nearpolicy.learner.checkpoint import load_checkpoint
 
@@ -458,7 +474,9 @@ class Session:
             await self._warm_start()
         for path in usable_checkpoints(self.folder, steps, self.say):
             try:
-                await self.learner.call(load_checkpoint, self.learner.inner, path)
+                version = int(path.name.removeprefix("step-"))
+                expected = {record.fingerprint for record in recorded if record.version == version}
+                await self.learner.call(partial(load_checkpoint, self.learner.inner, path, expected=expected))
                 return self.learner.inner.version
             except RunFolderError as error:
                 self.say(f"warning: {error}; going on from the one before it")
@@ -569,6 +587,7 @@ class Session:
             "max_staleness": config.queue.max_staleness,
             "steps": steps,
             "steps_asked": config.run.steps,
+            "resumed_after": None if self.position is None else self.position.steps,
             "ended": "finished" if steps == config.run.steps else "stopped",
             **{name: round(seconds, 2) for name, seconds in times.items()},
             "peak_memory_mb": round(peak_memory_mb(), 1),

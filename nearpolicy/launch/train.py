@@ -55,6 +55,7 @@ def _asked_for(recipe: Path | None, overrides: list[str], resume: Path | None) -
     from nearpolicy.config import load_recipe
     from nearpolicy.errors import ConfigError, RunFolderError
     from nearpolicy.launch.resume import resumed_config
+    from nearpolicy.launch.why import is_written
     from nearpolicy.store.folder import RunFolder
 
     if resume is None:
@@ -65,8 +66,15 @@ def _asked_for(recipe: Path | None, overrides: list[str], resume: Path | None) -
         raise ConfigError(f"{recipe}: a run is taken up with its own recipe; name none beside --resume")
     folder = RunFolder(resume.resolve())
     config = resumed_config(folder, ([str(recipe)] if recipe is not None else []) + overrides)
-    if folder.summary.exists() and _steps_done(folder) >= config.run.steps:
-        raise RunFolderError(f"{resume} is finished: all of its {config.run.steps} steps are done, and it is summed up")
+    if is_written(folder.lock):
+        raise RunFolderError(f"{resume} is being written by another process; wait for it, or stop it")
+    done = _steps_done(folder)
+    if done > config.run.steps:
+        raise ConfigError(
+            f"run.steps={config.run.steps}: {resume} has done {done} steps already; ask for more, or for none"
+        )
+    if folder.summary.exists() and done == config.run.steps:
+        raise RunFolderError(f"{resume} is finished: all of its {done} steps are done, and it is summed up")
     return config, folder
 
 
@@ -83,15 +91,19 @@ def _say(text: str) -> None:
 
 def _interrupted(session: Session) -> None:
     """The first Ctrl-C. Before version 0 is published there is nothing that would be worth waiting for."""
+    from nearpolicy.launch.session import NOTHING_CHANGED
+
     if not session.begun and not session.opening:
-        leave("stopping before the first step; nothing is kept (press Ctrl-C again to stop at once)")
+        what = NOTHING_CHANGED if session.resumes else "stopping before the first step; nothing is kept"
+        leave(f"{what} (press Ctrl-C again to stop at once)")
     end_soon(session)
 
 
 def end_soon(session: Session) -> None:
     """Have the run end after the step it is in, and say so."""
     session.stop()
-    when = "after this step" if session.begun else "before the first step; nothing is kept"
+    early = "before the run goes on" if session.resumes else "before the first step; nothing is kept"
+    when = "after this step" if session.begun else early
     say(f"stopping {when}; press Ctrl-C again to stop at once")
 
 
@@ -131,6 +143,8 @@ def closing_words(summary: Mapping[str, Any]) -> str:
     from nearpolicy.launch.words import count
 
     steps = count(summary["steps"], "step")
+    if summary.get("resumed_after"):
+        steps += f", {summary['steps'] - summary['resumed_after']} of them"
     lines = [
         f"{steps} in {summary['wall_s']:.0f} s of training (set-up {summary['setup_s']:.0f} s), "
         f"peak memory {summary['peak_memory_mb']:.0f} MB, numerics {summary['numerics']}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Protocol
@@ -24,9 +24,9 @@ from nearpolicy.learner import adapters
 from nearpolicy.learner.step import PolicyLearner
 from nearpolicy.models.loading import load_policy
 from nearpolicy.models.lora import LoraPolicy
-from nearpolicy.models.weights import load_weights
+from nearpolicy.models.weights import digests, fingerprint, load_weights
 
-STATE = "training_state.pt"
+STATE, DIGEST = "training_state.pt", "training_state.xxh3"
 _NAME = re.compile(r"step-(\d+)")
 _DRAFT = re.compile(r"\.step-\d+\.(tmp|old)")
 
@@ -60,6 +60,7 @@ def save_checkpoint(
         for part in beside:
             part.save_pretrained(str(draft))
         torch.save(state, draft / STATE)
+        (draft / DIGEST).write_text(_digest(draft / STATE))
         for file in draft.rglob("*"):
             _sync(file)
         if target.exists():
@@ -124,11 +125,14 @@ def load_state(learner: PolicyLearner, checkpoint: Path) -> None:
     learner.load_state(torch.load(checkpoint / STATE, weights_only=True))
 
 
-def load_checkpoint(learner: PolicyLearner, checkpoint: Path) -> None:
+def load_checkpoint(learner: PolicyLearner, checkpoint: Path, *, expected: Collection[str] = ()) -> None:
     """Weights and training state of a checkpoint into a learner made for the same run; `RunFolderError`, and a learner
-    as it was, if it cannot be read."""
+    as it was, if it cannot be read, or was changed. ``expected``: fingerprints under which these weights were
+    published, one for each lineage; those of an adapter are compared by who knows the base."""
     own, adapted = learner.policy.weights(), isinstance(learner.policy, LoraPolicy)
     try:
+        if (checkpoint / DIGEST).exists() and _digest(checkpoint / STATE) != (checkpoint / DIGEST).read_text():
+            raise RunFolderError(f"{STATE} is not what was written")
         state, weights = torch.load(checkpoint / STATE, weights_only=True), {}
         if not adapted:
             dtype = next(learner.policy.parameters()).dtype
@@ -147,9 +151,24 @@ def load_checkpoint(learner: PolicyLearner, checkpoint: Path) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     if not adapted and shapes != {name: tuple(tensor.shape) for name, tensor in own.items()}:
         raise RunFolderError(f"checkpoint {checkpoint} is of another model: its tensors have other names or shapes")
+    if not adapted and expected and (found := fingerprint(digests(weights))) not in expected:
+        raise RunFolderError(
+            f"checkpoint {checkpoint} was changed: its weights have the fingerprint {found}, and version "
+            f"{state['version']} was published with {' or '.join(expected)}"
+        )
     if not adapted:
         load_weights(learner.policy.model, weights)
     learner.load_state(state)
+
+
+def _digest(file: Path) -> str:
+    import xxhash
+
+    with file.open("rb") as opened:
+        hasher = xxhash.xxh3_128()
+        while part := opened.read(1 << 24):
+            hasher.update(part)
+    return hasher.hexdigest()
 
 
 def _sync(path: Path) -> None:

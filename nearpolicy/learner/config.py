@@ -71,7 +71,7 @@ class LearnerConfig(ConfigModel):
     activation_checkpointing: bool = False
     """Keep only the inputs of the layers and compute the rest again in the backward pass: less memory, a third more
     work."""
-    threads: PositiveInt | None = None
+    threads: int | None = Field(None, ge=1, le=1024)
     """Threads inside one operation of the learner. Left out: one while the engine works, all cores while it rests."""
     streaming: bool = True
     """Take up each group of a step as soon as it and those before it are there, while the others are still generated:

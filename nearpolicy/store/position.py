@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from nearpolicy.store.reader import RunReader
 
 
+_LAST = 64
+
+
 def position_of(run: RunReader) -> Position:
     """Read it; the run must not be written meanwhile. Takes as long for a long run as for a short one, nearly."""
 
@@ -48,6 +51,7 @@ def position_of(run: RunReader) -> Position:
         num_expired=ended.get(Fate.EXPIRED.value, 0),
         num_filtered=ended.get(Fate.FILTERED.value, 0),
         filtered={index: decode_text(reason) for index, reason in filtered},
+        last_admissions=tuple(run.last_admissions(_LAST)),
         expired_prompts=_not_asked_again(run),
     )
 

@@ -178,6 +178,11 @@ class RunReader:
         query = "SELECT admissions.* FROM admissions NATURAL LEFT JOIN endings WHERE ending IS NULL ORDER BY admission"
         return [_admission(row) for row in self._db.execute(query)]
 
+    def last_admissions(self, count: int) -> list[Admission]:
+        """The newest ones first."""
+        rows = self._db.execute("SELECT * FROM admissions ORDER BY admission DESC LIMIT ?", (count,))
+        return [_admission(row) for row in rows]
+
     def ended_as(self, fate: Fate) -> list[Admission]:
         """Admissions whose last attempt ended so."""
         query = "SELECT admissions.* FROM admissions NATURAL JOIN endings WHERE ending = ? ORDER BY admission"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,51 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_serves():
     assert fingerprints("run") == fingerprints("whole")
 
 
+def test_a_checkpoint_whose_weights_were_changed_is_named_and_the_one_before_it_serves():
+    begin("queue.max_staleness=0", folder="whole")
+    begin("queue.max_staleness=0", stop_after=4)
+    for name in ("model.safetensors", "training_state.pt"):
+        shutil.rmtree("again", ignore_errors=True)
+        shutil.copytree("run", "again")
+        file = Path("again/checkpoints/step-4") / name
+        data = bytearray(file.read_bytes())
+        data[-2000:-1990] = b"AAAAAAAAAA"
+        file.write_bytes(data)
+        said = go_on(folder="again")
+        assert any("warning: checkpoint" in line and "step-4" in line for line in said), said
+        assert fingerprints("again") == fingerprints("whole")
+
+
+def test_an_evaluation_that_was_due_when_the_run_ended_is_made_up_for():
+    settings = ("queue.max_staleness=0", "evaluation.every=2", "tasks.0.held_out=4", "evaluation.pass_k=[]")
+    begin(*settings, stop_after=2)
+    store = sqlite3.connect("run/store.sqlite")  # as if it had been killed just before
+    store.execute("DELETE FROM evaluations WHERE version = 2")
+    store.commit()
+    store.close()
+    go_on()
+    with RunReader(Path("run")) as run:
+        assert sorted({sample.version for sample in run.evaluations()}) == [0, 2, 4, 6]
+
+
+def test_fewer_steps_than_are_done_are_refused(capsys):
+    begin("queue.max_staleness=0", stop_after=4)
+    assert exit_of("train", "--resume", "run", "run.steps=3") == 2
+    assert "has done 4 steps already" in capsys.readouterr().err
+
+
+def test_a_store_that_is_damaged_inside_is_refused(capsys):
+    begin("queue.max_staleness=0", stop_after=4)
+    store = Path("run/store.sqlite")
+    data = bytearray(store.read_bytes())
+    data[len(data) // 4 : len(data) // 4 + 60_000] = b"A" * 60_000
+    store.write_bytes(data)
+    for wal in Path("run").glob("store.sqlite-*"):
+        wal.unlink()
+    assert exit_of("train", "--resume", "run") == 2
+    assert "damaged" in capsys.readouterr().err
+
+
 def test_without_any_checkpoint_all_is_learned_again():
     begin("queue.max_staleness=0", folder="whole")
     begin("queue.max_staleness=0", stop_after=3)
@@ -229,6 +275,10 @@ def test_changed_data_is_refused_and_nothing_is_overwritten():
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(DataError, match=r"the data of .* has changed"):
         go_on()
+    rows = [{"question": f"{a} + {b} =", "answer": "many"} for a in range(6) for b in range(6)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match=r"its text or columns were others"):
+        go_on()
     assert Path("run/metrics.jsonl").read_bytes() == before
 
 
@@ -298,8 +348,6 @@ def test_a_recording_gives_the_same_losses_and_weights(capsys):
 
 
 def test_the_first_difference_is_named_by_step_and_tensor(capsys):
-    import sqlite3
-
     begin("queue.max_staleness=0")
     store = sqlite3.connect("run/store.sqlite")
     digests = json.loads(store.execute("SELECT digests FROM versions WHERE version = 3").fetchone()[0])
