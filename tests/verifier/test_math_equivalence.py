@@ -306,7 +306,7 @@ def test_expressions_and_equations_that_mean_something_else(gold, answer):
         [0,\infty)    | [0,+\infty)  x\geq 0  0 \le x  x ≥ 0
         (-\infty,2)\cup(3,\infty) | (3,\infty)\cup(-\infty,2)  x<2 \text{ or } x>3  x<2 or x>3
         (-\infty,2)\cup(2,\infty) | x \neq 2  \mathbb{R}\setminus\{2\}
-        (-\infty,\infty) | \mathbb{R}  all real numbers  ℝ
+        (-\infty,\infty) | \mathbb{R}  all real numbers  \mathbb R  ℝ
         \{1,2,3\}     | \{3,2,1\}  \{1,2,2,3\}  1,2,3  {1, 2, 3}  \left\{1,2,3\right\}
         1,3,5         | 5,3,1  1, 3, 5  1, 3 and 5  1, 3, and 5  \{1,3,5\}  1; 3; 5
         -2,2          | \pm 2  x=2 \text{ or } x=-2  x = \pm2  2 and -2

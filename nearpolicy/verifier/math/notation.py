@@ -260,6 +260,8 @@ _COMMAND = re.compile(r"\\(?:([A-Za-z]+)\*?|(.))", re.DOTALL)
 _LETTERS = re.compile(r"(?P<dotted>[A-Za-z](?:\.[A-Za-z])+\.?)(?![A-Za-z])|[A-Za-z]+(?:'[A-Za-z]+)*'*")
 _ABBREVIATED = re.compile(r"\.(?=\s|\}|$)")
 _ARGUMENT = re.compile(r"\s*\{([^{}]*)\}")
+_LETTER = re.compile(r"\s+([A-Z])(?![A-Za-z])")
+"""An argument without braces."""
 _DROPPED = re.compile(r"\s*(?:\{[^{}]*\}|\\?.)")
 _ELLIPSIS = re.compile(r"\.\.\.+|\\[lc]?dots")
 
@@ -383,6 +385,9 @@ class _Lexer:
             self._roman()
         elif name in ("phantom", "hphantom", "vphantom", "hspace", "label", "tag", "color"):
             self._drop_argument()
+        elif name == "mathbb" and (letter := _LETTER.match(self._text, self._place)):
+            self._place = letter.end()
+            self._add("command", f"{name} {letter[1]}")
         elif name in ("begin", "end", "mathbb", "textcolor"):
             argument = self._argument()
             if name != "textcolor":
