@@ -37,6 +37,7 @@ from nearpolicy.store.reader import RunReader
 from nearpolicy.store.writer import SqliteStore
 from nearpolicy.telemetry.batch import batch_metrics
 from nearpolicy.telemetry.events import Recorder
+from nearpolicy.telemetry.health import HEALTH, GradientNorms
 from nearpolicy.telemetry.integrity import Monitors
 from nearpolicy.telemetry.metrics import MetricsWriter
 from nearpolicy.telemetry.sinks import open_sinks, require_sinks
@@ -171,7 +172,8 @@ class Session:
         self.folder.config.write_text(dump_resolved(config), encoding="utf-8")
         sinks = open_sinks(config.telemetry.sinks, self.folder.path, plain)
         closing.callback(sinks.close)
-        self.monitors = Monitors(config.monitors)
+        self.monitors = Monitors([*config.monitors, *(HEALTH if config.telemetry.health else ())])
+        self._gradients = GradientNorms()
         self.telemetry = Recorder(
             self.store,
             wall_anchor=self.store.wall_anchor,
@@ -556,7 +558,7 @@ class Session:
         busy["verifier"] = times["time/verify_s"] / self.config.verifier.workers
         if (kept_in := self.verifier.isolation) is not None:
             metrics["verifier/unisolated"] = float(kept_in.isolation == UNISOLATED)
-        metrics |= self.verifier.flip_rates() | self.monitors.jump(metrics)
+        metrics |= self.verifier.flip_rates() | self.monitors.jump(metrics) | self._gradients.ratio(metrics)
         if self.queue.may_admit_fewer:
             metrics["queue/slots"] = float(self.queue.slots)
         metrics |= {f"utilisation/{role}": seconds / metrics["time/step_s"] for role, seconds in busy.items()}

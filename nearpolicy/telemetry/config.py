@@ -18,6 +18,9 @@ class TelemetryConfig(ConfigModel):
     profile: NonNegativeInt = 0
     """Write `trace.json` into the run folder: what each role did when during this many steps, every decode step and
     phase. Perfetto (ui.perfetto.dev) opens it. 0 writes none."""
+    health: bool = True
+    """Watch for signs that learning has gone wrong, and say so: a gradient that is not finite or of another size,
+    importance weights that leave little of a batch, engine and learner that disagree. Actions are for `monitors`."""
     quiet_s: Seconds = 120.0
     """When no role has told of anything for so long, the run says who waits for whom; `nearpolicy why` says it at any
     time."""

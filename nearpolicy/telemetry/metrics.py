@@ -46,6 +46,7 @@ METRICS: Mapping[str, str] = {
     "policy/skipped_updates": "updates of the step whose gradient was not finite and was not applied",
     "policy/kl_reference": "mean KL from the policy to the reference over computed tokens, in nats",
     "policy/grad_norm": "gradient norm before clipping, the mean over the step's updates",
+    "policy/grad_norm_ratio": "gradient norm against the median of the 20 steps before; not in the first five",
     "policy/advantage_logprob_covariance": "covariance of advantage and log-probability over computed tokens; entropy "
     "falls while it is positive",
     "policy/held_back_share": "share of computed tokens whose log-ratio was beyond what is exponentiated",
