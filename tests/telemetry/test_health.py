@@ -11,7 +11,8 @@ from nearpolicy.telemetry.integrity import Monitors
 
 HEALTHY = {
     "policy/skipped_updates": 0.0, "policy/grad_norm": 2.0, "policy/clip_high_share": 0.05,
-    "policy/clip_low_share": 0.02, "policy/kl_reference": 0.3, "mismatch/ess": 0.8, "mismatch/engine_kl": 0.0, "reward/zero_variance_share": 0.4,
+    "policy/clip_low_share": 0.02, "policy/kl_reference": 0.3, "mismatch/ess": 0.8, "mismatch/engine_kl": 0.0,
+    "reward/zero_variance_share": 0.4,
     "integrity/duplicate_share": 0.1,
 }  # fmt: skip
 FAULTS = {
