@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import importlib
 import json
 import os
 import random
@@ -104,6 +105,8 @@ def attempt(folder: Path, settings: tuple[str, ...], disturbance: Disturbance | 
         from nearpolicy.launch.session import run_session
 
         run_session(session)
+        if os.environ.get(_MODULES_TO):
+            Path(os.environ[_MODULES_TO]).write_text("\n".join(sys.modules))
         status = 0
     except BaseException as error:
         import traceback
@@ -353,12 +356,32 @@ def chosen(luck: random.Random, kind: str) -> Disturbance:
     return Disturbance(kind, count=luck.randint(1, count), seconds=round(luck.uniform(0.05, 1.5), 3))
 
 
+_MODULES_TO = "NEARPOLICY_CHAOS_MODULES"
+
+
+def load_what_a_run_loads(base: Path) -> None:
+    """In this process, so that no child has to. A child tells what it is: to run here would start threads, which do not
+    survive a fork."""
+    folder = base / "first"
+    folder.mkdir()
+    prepare(folder)
+    os.environ[_MODULES_TO] = str(base / "modules.txt")
+    if live(folder, SETTINGS["synchronous"], None) != 0:
+        raise Broken(f"{folder}: a first run did not end; see its log.txt")
+    del os.environ[_MODULES_TO]
+    for name in (base / "modules.txt").read_text().split():
+        with contextlib.suppress(Exception):  # made, not imported
+            importlib.import_module(name)
+    shutil.rmtree(folder)
+
+
 def disturbed(base: Path, kills: int, faults: int, seed: int) -> Tally:
     """So many disturbances over as many runs as they take; `Broken` names the folder of the run that shows it."""
     import nearpolicy.launch.build
     import nearpolicy.launch.session
     import nearpolicy.learner.checkpoint  # noqa: F401
 
+    load_what_a_run_loads(base)
     luck, tally = random.Random(seed), Tally()
     waiting = [luck.choice(KILLS) for _ in range(kills)] + [luck.choice(FAULTS) for _ in range(faults)]
     luck.shuffle(waiting)
