@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -42,7 +43,8 @@ print(*[faults() for _ in range(12)])
 def page_faults(*arguments: str) -> list[int]:
     """Of an operation on 100 MB, twelve times over."""
     command = [sys.executable, "-c", PROGRAM, *arguments]
-    return list(map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()))
+    own = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
+    return list(map(int, subprocess.run(command, env=own, capture_output=True, text=True, check=True).stdout.split()))
 
 
 def test_freed_blocks_are_there_for_the_next_ones_where_all_pages_are_small():

@@ -9,7 +9,8 @@ weights are the same bit for bit; where they are not, the step and the tensors a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -105,7 +106,8 @@ class Replay:
         self.language = build.Language.of(self.config)
         model = build.load_model(self.config, self.language, print)
         threads = min(num_cores(), model.numerics.max_threads)
-        settle(threads)
+        # A thread of its own: what it needs for the same bits would stay with this one.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner", initializer=settle, initargs=(threads,))
         self.learner: PolicyLearner = build.make_learner(self.config, self.language, model.numerics, threads=threads)
         self._recorded: Mapping[int, VersionRecord] = {record.version: record for record in self.run.versions()}
         self._told = {line["step"]: line for line in self.run.metrics()}
@@ -119,7 +121,7 @@ class Replay:
         if warm.steps:
             tasks, renderer = self.config.tasks, self.language.renderer
             for rows in supervised_batches(self.language.mixture, tasks, warm, renderer):
-                self.learner.supervised_step(rows, Supervised(), warm.learning_rate)
+                self._there(self.learner.supervised_step, rows, Supervised(), warm.learning_rate)
             self.learner.begin()
         self._compare_weights()
         for step in range(steps):
@@ -127,13 +129,17 @@ class Replay:
                 return
             batch = self.run.batch(step)
             batch = replace(batch, rows=assembled(self.config, batch.groups, step))
-            report = self.learner.step(batch)
+            report = self._there(self.learner.step, batch)
             if self.compares:
                 self._compare_metrics(step, report)
                 self._compare_weights()
             loss = report.metrics.get("policy/loss")
             verdict = f": {'same' if self.difference is None else 'differs'}" if self.compares else ""
             yield f"step {step}, loss {'-' if loss is None else format(loss, '.6g')}{verdict}"
+
+    def _there(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """On the learner's thread."""
+        return self._thread.submit(function, *arguments).result()
 
     def _compare_metrics(self, step: int, report: StepReport) -> None:
         told = self._told.get(step, {})
