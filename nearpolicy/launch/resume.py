@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 MAY_CHANGE = (
     "run.steps", "run.keep_versions", "checkpoint", "evaluation", "telemetry", "monitors", "store", "verifier.workers",
     "generator.threads", "learner.threads", "queue.rollout_timeout_s", "queue.rollout_retries", "queue.stall_timeout_s",
-    "queue.max_rounds",
-    "sync.timeout_s",
+    "queue.max_rounds", "sync.timeout_s",
 )  # fmt: skip
 """Keys, and sections, that may differ when a run is taken up again."""
 
@@ -70,15 +69,15 @@ def _may_change(key: str) -> bool:
     return any(key == each or key.startswith(each + ".") for each in MAY_CHANGE)
 
 
-def usable_checkpoints(folder: RunFolder, steps: int, say: Callable[[str], None]) -> list[Path]:
-    """Newest first; none that is ahead of a store that knows so many steps."""
+def usable_checkpoints(folder: RunFolder, steps: int, say: Callable[[str], None]) -> list[tuple[int, Path]]:
+    """By version, newest first; none that is ahead of a store that knows so many steps."""
     from nearpolicy.learner.checkpoint import checkpoints
 
     found = checkpoints(folder.checkpoints)
     for version, path in found:
         if version > steps:
             say(f"{path.name} is ahead of the store, which knows {steps} steps; it is not used")
-    return [path for version, path in reversed(found) if version <= steps]
+    return [(version, path) for version, path in reversed(found) if version <= steps]
 
 
 def require_same_data(found: Position, mixture: Mixture, folder: RunFolder) -> None:

@@ -47,7 +47,9 @@ from nearpolicy.verifier.sandbox.ladder import UNISOLATED, Opened
 from nearpolicy.verifier.service import VerifierService
 
 if TYPE_CHECKING:
+    from nearpolicy.environments.single_turn import Bounded
     from nearpolicy.pipeline import Pipeline
+    from nearpolicy.rollout_queue.queue import StalenessBoundedQueue
     from nearpolicy.store.schema import EvaluatedSample
 
 
@@ -255,11 +257,8 @@ class Session:
         times = {"wall_s": wall_s, "setup_s": setup_s, "evaluation_s": self._evaluation_s}
         return self._sum_up(before, after, steps, times)
 
-    def _pipeline(self) -> Pipeline:
+    def _environment(self) -> Bounded:
         from nearpolicy.environments.single_turn import Bounded, SingleTurn
-        from nearpolicy.pipeline import Pipeline
-        from nearpolicy.rollout_queue.ledger import Ledger
-        from nearpolicy.rollout_queue.queue import StalenessBoundedQueue
 
         config, limits, estimator = self.config, self.config.queue, self.config.objective.parts["advantage"]
         rewards = {task.name: task.rewards for task in config.tasks}
@@ -275,12 +274,19 @@ class Session:
             with_baseline=estimator.greedy_baseline,
             timeout_s=limits.rollout_timeout_s,
         )
-        bounded = Bounded(
+        return Bounded(
             environment,
             timeout_s=limits.rollout_timeout_s,
             retries=limits.rollout_retries,
             on_retry=self.store.retried,
         )
+
+    def _queue(self, give_up: Callable[[int, str], None]) -> StalenessBoundedQueue:
+        """Where the run stood, if it goes on."""
+        from nearpolicy.rollout_queue.ledger import Ledger
+        from nearpolicy.rollout_queue.queue import StalenessBoundedQueue
+
+        config, limits = self.config, self.config.queue
         queue = StalenessBoundedQueue(
             Ledger(
                 prompts_per_step=limits.prompts_per_step,
@@ -297,17 +303,23 @@ class Session:
             left_out=partial(left_out, config) if limits.dynamic_sampling else None,
             max_rounds=limits.max_rounds or 0,
             requeue=limits.at_bound == "requeue",
-            give_up=bounded.give_up,
+            give_up=give_up,
             adaptive=limits.adaptive_slots,
             fewest_slots=config.sync.weight_sync_steps * limits.prompts_per_step,
             on_event=partial(self.telemetry.event, "queue"),
         )
-        self.queue = queue
         if self.position is not None:
             queue.restore(self.position, published=self._taken_up_at)
+        return queue
+
+    def _pipeline(self) -> Pipeline:
+        from nearpolicy.pipeline import Pipeline
+
+        config, limits, environment = self.config, self.config.queue, self._environment()
+        self.queue = self._queue(environment.give_up)
         return Pipeline(
-            queue=queue,
-            environment=bounded,
+            queue=self.queue,
+            environment=environment,
             learner=self.learner,
             weights=self.publisher,
             store=self.store,
@@ -474,9 +486,8 @@ class Session:
         warm_first = self.config.objective.reference == "initial"  # it is what the warm start makes
         if warm_first:
             await self._warm_start()
-        for path in usable_checkpoints(self.folder, steps, self.say):
+        for version, path in usable_checkpoints(self.folder, steps, self.say):
             try:
-                version = int(path.name.removeprefix("step-"))
                 expected = {record.fingerprint for record in recorded if record.version == version}
                 await self.learner.call(partial(load_checkpoint, self.learner.inner, path, expected=expected))
                 return self.learner.inner.version

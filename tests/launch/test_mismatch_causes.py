@@ -6,21 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from test_resume import RECIPE
+from test_resume import _folder  # noqa: F401  the same folder, recipe and reward
 
 from nearpolicy.config import load_recipe
 from nearpolicy.launch.session import Session, run_session
 from nearpolicy.machine import bfloat16_products
-
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    rows = [{"question": f"{a} + {b} =", "answer": str(a + b)} for a in range(6) for b in range(6)]
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    judge = "def judge(completions, **_): return [float(sum(map(ord, c)) % 7) for c in completions]"
-    Path("reward.py").write_text(judge)
-    Path("demo.yaml").write_text(RECIPE)
 
 
 def run(*overrides: str) -> list[dict]:

@@ -7,23 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_resume import RECIPE, exit_of
+from test_resume import _folder, exit_of  # noqa: F401  the same folder, recipe and reward
 
 from nearpolicy.config import load_recipe
 from nearpolicy.errors import ConfigError
 from nearpolicy.launch.rows import age_weight
 from nearpolicy.launch.session import Session, run_session
 from nearpolicy.store.reader import RunReader
-
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    rows = [{"question": f"{a} + {b} =", "answer": str(a + b)} for a in range(6) for b in range(6)]
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    judge = "def judge(completions, **_): return [float(sum(map(ord, c)) % 7) for c in completions]"
-    Path("reward.py").write_text(judge)
-    Path("demo.yaml").write_text(RECIPE)
 
 
 def test_weights_fall_with_the_steps_beyond_the_soft_bound():
