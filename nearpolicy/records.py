@@ -104,6 +104,11 @@ class Admission:
     prompt_index: int | None = None
     """Place of the prompt in the order of the data, where it is not ``index``: prompts may come again."""
 
+    @property
+    def place(self) -> int:
+        """Of the prompt in the order of the data."""
+        return self.index if self.prompt_index is None else self.prompt_index
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Segment:

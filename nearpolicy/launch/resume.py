@@ -83,11 +83,10 @@ def usable_checkpoints(folder: RunFolder, steps: int, say: Callable[[str], None]
 def require_same_data(found: Position, mixture: Mixture, folder: RunFolder) -> None:
     """`DataError` if the prompts that the run had asked for are not those of the data now."""
     for admission in found.last_admissions:
-        place = admission.index if admission.prompt_index is None else admission.prompt_index
-        now = mixture.prompt(place)
+        now = mixture.prompt(admission.place)
         if now is None or _said(now) != _said(admission.prompt):
             raise DataError(
-                f"the data of {folder.path} has changed: prompt {place} was {admission.prompt.id!r} of task "
+                f"the data of {folder.path} has changed: prompt {admission.place} was {admission.prompt.id!r} of task "
                 f"{admission.prompt.task!r}, and its text or columns were others. Restore the data, or begin a new run"
             )
 

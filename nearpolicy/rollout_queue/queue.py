@@ -29,10 +29,6 @@ NEVER_WAITS, WAITS_TOO_LONG = 0.01, 0.05
 """Shares of the learner's time: below the first it is the bottleneck, above the second generation is."""
 
 
-def _place(admission: Admission) -> int:
-    return admission.index if admission.prompt_index is None else admission.prompt_index
-
-
 class StalenessBoundedQueue:
     """Implements `RolloutQueue` for one event loop; not for threads."""
 
@@ -134,8 +130,8 @@ class StalenessBoundedQueue:
         self._groups = {group.index: group for group in found.ready}
         if self._requeues:
             asked = (*found.unfinished, *(group.admission for group in found.ready))
-            self._prompt_of = {admission.index: (_place(admission), admission.prompt) for admission in asked}
-            self._again.extend((_place(admission), admission.prompt) for admission in found.expired_prompts)
+            self._prompt_of = {admission.index: (admission.place, admission.prompt) for admission in asked}
+            self._again.extend((admission.place, admission.prompt) for admission in found.expired_prompts)
         self._next_prompt_index = found.num_prompts
         self._num_taken = found.num_consumed
         self.num_failed, self.num_expired = found.num_failed, found.num_expired

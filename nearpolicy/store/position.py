@@ -63,4 +63,4 @@ def _not_asked_again(run: RunReader) -> tuple[Admission, ...]:
         return ()
     places = run.query("SELECT coalesce(prompt_index, admission), max(admission) FROM admissions GROUP BY 1")
     latest = dict(places)
-    return tuple(a for a in expired if latest[a.index if a.prompt_index is None else a.prompt_index] == a.index)
+    return tuple(a for a in expired if latest[a.place] == a.index)
