@@ -19,8 +19,9 @@ from nearpolicy.telemetry.batch import batch_metrics, group_losses, step_times, 
 
 Assemble = Callable[[Sequence[Group], int], tuple[Row, ...]]
 """Groups of a step, and the step -> rows with reward-only advantages."""
-AfterStep = Callable[[StepReport], Awaitable[bool]]
-"""Evaluation and checkpoints at their time; True ends the run after this step."""
+AfterStep = Callable[[StepReport], Awaitable[int | None]]
+"""Evaluation and checkpoints at their time; the step that comes next, which is an earlier one after a rollback; None
+ends the run."""
 STOP_S = 30.0
 """What running groups get at the end of a run to come back with what they have; their tokens are lost after it."""
 
@@ -83,7 +84,8 @@ class Pipeline:
     async def _learn(self, before: tuple[int, int, int]) -> None:
         """``before``: groups given up so far, so that each step tells of its own."""
         unpublished: int | None = None
-        for step in range(self.first_step, self.num_steps):
+        step: int | None = self.first_step
+        while step is not None and step < self.num_steps:
             begin = time.monotonic()
             ahead = await self._learn_ahead(step) if self.streaming else Ahead()
             groups = await self._waiting(ahead, self.queue.take(self.prompts_per_step))
@@ -103,8 +105,7 @@ class Pipeline:
             lost = group_losses(batch, *(b - a for a, b in zip(before, now, strict=True)))
             before = now
             self.telemetry.log_step(step, {**batch_metrics(batch), **lost, **report.metrics, **times})
-            if await self.after_step(report):
-                break
+            step = await self.after_step(report)
         if unpublished is not None:  # the run ended between two publications
             await self._publish(unpublished)
 

@@ -18,6 +18,8 @@ import numpy as np
 
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 
+ROLLBACK, REMADE = "rollback", "remade"
+"""Kinds of a `Branch`."""
 BASELINE = -1
 """Sample number of a group's greedy completion, which has no place among its samples."""
 
@@ -177,6 +179,12 @@ class Rollout:
         oldest = [int(s.versions[s.mask].min()) for s in self.segments if s.mask.any()]
         return min(oldest, default=None)
 
+    @property
+    def newest_version(self) -> int | None:
+        """Largest version among the sampled tokens, or None without any."""
+        newest = [int(s.versions[s.mask].max()) for s in self.segments if s.mask.any()]
+        return max(newest, default=None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
@@ -258,6 +266,12 @@ class Group:
         return min(oldest, default=self.admission.version)
 
     @property
+    def newest_version(self) -> int:
+        """Largest version among all tokens of `everything`; the version at admission if there is none."""
+        newest = [v for v in (rollout.newest_version for rollout in self.everything) if v is not None]
+        return max(newest, default=self.admission.version)
+
+    @property
     def has_signal(self) -> bool:
         """Whether two scored rollouts differ; beside a baseline, whether one differs from that."""
         scored = {reward for reward in self.rewards if reward is not None}
@@ -327,13 +341,28 @@ class VersionRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """A new lineage of weights: from some version on they are others than those of its parent."""
+
+    lineage: int
+    parent: int
+    first: int
+    """The first version that differs; those before it are the parent's."""
+    kind: str
+    """`ROLLBACK`, or `REMADE`: recorded batches were learned again and gave other bits."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
     """Where a run stands between two transactions: what a resume needs to know beside weights and training state."""
 
     steps: int
     """Steps completed."""
     published: VersionRecord | None
-    """The newest weights that generators had; None before version 0."""
+    """The newest weights that generators had and that still count; None before version 0."""
+    branches: tuple[Branch, ...]
+    """By lineage."""
     next_index: int
     """Of the next admission."""
     num_prompts: int
@@ -348,6 +377,8 @@ class Position:
     """The last group of the last step."""
     num_consumed: int
     """Groups that steps have used."""
+    num_undone: int
+    """Groups that steps had used which were rolled back."""
     num_failed: int
     num_expired: int
     num_filtered: int

@@ -297,8 +297,9 @@ class RunStore(Protocol):
 
     def discarded(self, group: Group, fate: Fate, reason: str) -> None: ...
 
-    def retried(self, group: Group) -> None:
-        """An attempt has failed, and the admission goes on as its next one."""
+    def retried(self, group: Group, fate: Fate = Fate.FAILED, reason: str | None = None) -> None:
+        """An attempt has come to nothing (``reason``: the group's failure), and the admission goes on as its next
+        one."""
         ...
 
     def published(self, record: VersionRecord, wall_s: float) -> None: ...

@@ -82,8 +82,14 @@ class World:
         streaming: bool = False,
         at_bound: str = "wait",
         num_slots: int | None = None,
+        rolling_back: float = 0.0,
     ) -> None:
         self.clock = clock
+        self.rolling_back = rolling_back
+        """Share of the steps after which the run goes back."""
+        self.rollbacks = 0
+        self.undone: list[int] = []
+        """Groups of steps that were rolled back."""
         self.streaming = streaming
         self.ahead: list[int] = []
         """Groups of the coming step that were learnt before it."""
@@ -117,6 +123,7 @@ class World:
             num_groups=per_step * steps,
             requeue=at_bound == "requeue",
             give_up=self.give_up,
+            may_roll_back=rolling_back > 0,
         )
         self.pipeline = self.build()
 
@@ -248,8 +255,33 @@ class World:
     def log_step(self, step: int, metrics) -> None:
         self.logged.append({"step": step, **metrics})
 
-    async def after_step(self, report: StepReport) -> bool:
-        return False
+    async def after_step(self, report: StepReport) -> int | None:
+        if self.clock.random.random() < self.rolling_back:
+            return await self.roll_back(self.clock.random.randint(max(0, report.version - 3), report.version - 1))
+        return report.version
+
+    async def roll_back(self, version: int) -> int:
+        """As a session does it: the decision at once, the weights some time later."""
+        assert self.rollbacks < 20
+        self.rollbacks += 1
+        undone = [index for batch in self.batches[version:] for index in batch]
+        del self.batches[version:], self.logged[version:]
+        self.undone += undone
+        taken = sum(map(len, self.batches))
+        for group in self.queue.roll_back(version, taken, "rolled back"):
+            assert group.newest_version > version
+            self.filled_count -= 1
+            self.endings[group.index] -= 1
+        self.unpublished_groups = 0
+        self.learner_version = version
+        await self.clock.wait()
+        await self.publish()
+        self.queue.retire(version)
+        return version
+
+    def retried(self, group: Group, fate: Fate, reason: str) -> None:
+        assert (fate, reason) == (Fate.ABORTED, "rolled back")
+        self.given_up.pop(group.index)
 
     def _check(self) -> None:
         queued = len(self.queue._groups)
@@ -323,6 +355,22 @@ def check_run(run: dict) -> None:
 @given(runs())
 def test_every_run_ends_within_bound_and_slots_whatever_the_delays_and_failures(run):
     check_run(run)
+
+
+@settings(max_examples=200, deadline=None)
+@given(runs(), st.sampled_from([0.1, 0.3]))
+def test_runs_that_go_back_keep_the_bound_and_consume_every_group_at_most_once(run, rolling_back):
+    world = run_world(**run, rolling_back=rolling_back)
+    assert max(world.staleness) <= run["bound"]
+    assert len(world.batches) == run["steps"] and all(len(batch) == run["per_step"] for batch in world.batches)
+    consumed = [*world.undone, *(index for batch in world.batches for index in batch)]
+    assert len(consumed) == len(set(consumed))
+    assert len(consumed) + world.failed_count == len(world.admitted_indices)
+    assert world.endings == Counter(world.admitted_indices)
+    assert world.published_versions[-1] == run["steps"]
+    if run["order"] == "admission":
+        counting = [index for batch in world.batches for index in batch]
+        assert counting == sorted(counting)
 
 
 @st.composite
@@ -455,8 +503,8 @@ def test_weights_are_published_at_the_end_also_when_the_run_ends_between_publica
         def prompt(self, index: int) -> Prompt | None:
             return None if ending == "the data ends" and index == 10 else super().prompt(index)
 
-        async def after_step(self, report: StepReport) -> bool:
-            return ending == "somebody stops the run" and report.version == 5
+        async def after_step(self, report: StepReport) -> int | None:
+            return None if ending == "somebody stops the run" and report.version == 5 else report.version
 
     async def scenario() -> World:
         clock = Clock(0)

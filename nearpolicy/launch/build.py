@@ -177,20 +177,16 @@ def start_learner(
     if config.learner.threads is None and usual < engine.all_threads:
         threads = engine.all_threads
         threads_now = lambda: threads if runner.is_idle else usual  # noqa: E731
-    learner = make_learner(
-        config,
-        language,
-        numerics,
-        threads=threads,
-        threads_now=threads_now,
-        on_event=on_event,
+    make = partial(
+        make_learner, config, language, numerics, threads=threads, threads_now=threads_now, on_event=on_event
     )
-    if config.learner.lora is not None:
-        trained = sum(p.numel() for p in learner.policy.parameters() if p.requires_grad)
-        say(f"trained: an adapter of {trained:,} parameters")
     thread = RoleThread("learner", threads)
+    learner = LearnerInThread(make, thread)
+    if config.learner.lora is not None:
+        trained = sum(p.numel() for p in learner.inner.policy.parameters() if p.requires_grad)
+        say(f"trained: an adapter of {trained:,} parameters")
     runner.others_work = lambda: thread.is_busy
-    return LearnerInThread(learner, thread)
+    return learner
 
 
 def make_learner(

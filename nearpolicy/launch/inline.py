@@ -51,8 +51,10 @@ def settle(threads: int) -> None:
 class LearnerInThread:
     """Implements `nearpolicy.roles.Learner` around a `PolicyLearner`."""
 
-    def __init__(self, learner: PolicyLearner, thread: RoleThread) -> None:
-        self.inner = learner
+    def __init__(self, make: Callable[[], PolicyLearner], thread: RoleThread) -> None:
+        """``make`` a learner with its initial weights."""
+        self.inner = make()
+        self._make = make
         self._thread = thread
 
     async def learn_ahead(self, rows: Sequence[Row]) -> None:
@@ -63,6 +65,11 @@ class LearnerInThread:
 
     async def weights(self, record_parent: int | None) -> Weights:
         return await self._thread.call(self.inner.weights, record_parent)
+
+    async def begin_anew(self) -> None:
+        """With the initial weights; what was learned is forgotten."""
+        self.inner = None  # its memory is needed for the new one
+        self.inner = await self._thread.call(self._make)
 
     async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Anything else that needs the learner to itself: a warm start, a checkpoint."""

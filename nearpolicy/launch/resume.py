@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nearpolicy.config import RunConfig, config_from_dict
@@ -67,17 +66,6 @@ def differences(before: Any, after: Any, path: tuple[str, ...] = ()) -> Iterator
 
 def _may_change(key: str) -> bool:
     return any(key == each or key.startswith(each + ".") for each in MAY_CHANGE)
-
-
-def usable_checkpoints(folder: RunFolder, steps: int, say: Callable[[str], None]) -> list[tuple[int, Path]]:
-    """By version, newest first; none that is ahead of a store that knows so many steps."""
-    from nearpolicy.learner.checkpoint import checkpoints
-
-    found = checkpoints(folder.checkpoints)
-    for version, path in found:
-        if version > steps:
-            say(f"{path.name} is ahead of the store, which knows {steps} steps; it is not used")
-    return [(version, path) for version, path in reversed(found) if version <= steps]
 
 
 def require_same_data(found: Position, mixture: Mixture, folder: RunFolder) -> None:

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import errno
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -23,23 +23,24 @@ from typing import TYPE_CHECKING, Any
 
 from nearpolicy.config import RunConfig, dump_resolved
 from nearpolicy.errors import NearpolicyError, RunFolderError, UserError, first_error
+from nearpolicy.launch.pause import pause
 from nearpolicy.launch.progress import progress
-from nearpolicy.launch.resume import require_same_data, usable_checkpoints
+from nearpolicy.launch.recovery import Recovery
+from nearpolicy.launch.resume import require_same_data
 from nearpolicy.launch.rows import assembled, left_out
 from nearpolicy.launch.sizes import versions
 from nearpolicy.launch.watch import Watch
 from nearpolicy.launch.words import count, place
 from nearpolicy.machine import helpers_peak_memory_mb, peak_memory_mb
-from nearpolicy.records import Fate, Position, StepReport, VersionRecord
+from nearpolicy.records import Fate, Position, StepReport
 from nearpolicy.store.folder import RunFolder, create_run_folder, remove_run
 from nearpolicy.store.position import position_of
 from nearpolicy.store.reader import RunReader
 from nearpolicy.store.writer import SqliteStore
-from nearpolicy.telemetry.batch import batch_metrics
 from nearpolicy.telemetry.events import Recorder
 from nearpolicy.telemetry.health import HEALTH, GradientNorms
-from nearpolicy.telemetry.integrity import Monitors
-from nearpolicy.telemetry.metrics import MetricsWriter
+from nearpolicy.telemetry.integrity import Alarm, Monitors
+from nearpolicy.telemetry.metrics import MetricsWriter, as_logged
 from nearpolicy.telemetry.sinks import open_sinks, require_sinks
 from nearpolicy.telemetry.trace import Trace
 from nearpolicy.verifier.combining import weighted_reward
@@ -61,6 +62,8 @@ NOTHING_KEPT = "stopped before the first step; nothing is kept"
 _WHAT_FOLLOWS = {
     "stop": "; the run ends",
     "lower_staleness": "; fewer groups are admitted at a time until it is over",
+    "rollback": "; the run goes back",
+    "pause": "; the run pauses",
 }
 NOTHING_CHANGED = "stopped before the run went on; it stands where it stood"
 
@@ -176,6 +179,8 @@ class Session:
         closing.callback(sinks.close)
         self.monitors = Monitors([*config.monitors, *(HEALTH if config.telemetry.health else ())])
         self._gradients = GradientNorms()
+        self._acting: list[Alarm] = []
+        """Alarms of the step that is being ended, whose actions are to be taken."""
         self.telemetry = Recorder(
             self.store,
             wall_anchor=self.store.wall_anchor,
@@ -223,19 +228,27 @@ class Session:
             on_event=partial(tell, "sync"),
         )
         self.evaluator = build.make_evaluator(config, self.language, generator, self.verifier)
+        self.recovery = Recovery(
+            config, self.folder, self.learner, self.publisher, self.store, self.telemetry, self.say, self._warm_start
+        )
 
     async def _run(self) -> dict[str, Any]:
         """Three times go into the summary: ``setup_s`` until version 0 is published; ``wall_s`` of training, from the
         first admission to the last step, evaluations during it included; ``evaluation_s`` of all evaluations, those
         before and after training too.
         """
+        from nearpolicy.launch import build
+
         if self.position is None:
             await self._warm_start()
             if self.stop_requested:
                 raise KeyboardInterrupt(NOTHING_KEPT)
             await self._publish_first()
         else:
-            await self._take_up(self.position)
+            self.position, self._taken_up_at = await self.recovery.take_up(self.position)
+            last = self._remember(self.position.steps)
+            self._acting = [alarm for alarm in last if alarm.action == "rollback"]  # a kill came before it
+        self.memory = build.memory_by_owner(self.engine.engine, self.learner.inner)
         self.begun = True
         setup_s = time.monotonic() - self._started
         before = await self._evaluate_alone(0)
@@ -244,7 +257,9 @@ class Session:
         begin = time.monotonic()
         if not self.stop_requested:
             try:
-                await self._pipeline().run()
+                pipeline = self._pipeline()
+                if (first_step := await self._act(pipeline.first_step)) is not None:
+                    await replace(pipeline, first_step=first_step).run()
             except BaseExceptionGroup as errors:
                 error = first_error(errors)
                 if isinstance(error, UserError) and not isinstance(error, RunFolderError):
@@ -306,6 +321,7 @@ class Session:
             give_up=give_up,
             adaptive=limits.adaptive_slots,
             fewest_slots=config.sync.weight_sync_steps * limits.prompts_per_step,
+            may_roll_back=any(monitor.action == "rollback" for monitor in config.monitors),
             on_event=partial(self.telemetry.event, "queue"),
         )
         if self.position is not None:
@@ -356,18 +372,17 @@ class Session:
 
     async def _publish_first(self) -> None:
         """Version 0: the generator shows that it starts from the learner's weights."""
-        from nearpolicy.launch.build import memory_by_owner
-
         begin = time.monotonic()
         record = await self.publisher.publish()
         self.store.published(record, time.monotonic() - begin)
         self.store.note("initial_weights", {"fingerprint": record.fingerprint, "path": str(self.language.folder)})
-        self.memory = memory_by_owner(self.engine.engine, self.learner.inner)
         await self._keep(record.version)
 
-    async def _after_step(self, report: StepReport) -> bool:
-        """Runs while the learner is idle and no version changes; generation goes on."""
+    async def _after_step(self, report: StepReport) -> int | None:
+        """Runs while the learner is idle and no version changes; generation goes on. The step that comes next."""
         config, step = self.config, report.version
+        if (follows := await self._act(step)) != step:
+            return follows
         ended = self.stop_requested or step == config.run.steps
         if step % config.sync.weight_sync_steps == 0 or ended:
             await self._keep(step)
@@ -375,7 +390,50 @@ class Session:
                 await self._evaluate(step, with_pass=False)
         if config.checkpoint.every and step % config.checkpoint.every == 0 and not ended:
             await self._save()
-        return self.stop_requested
+        return None if self.stop_requested else step
+
+    def _remember(self, steps: int) -> list[Alarm]:
+        """What monitors had seen after so many steps; the alarms of the last one."""
+        with RunReader(self.folder.path) as run:
+            lines = [(line["step"], as_logged(line)) for line in run.metrics() if "policy/loss" in line]
+        before = [(step, metrics) for step, metrics in lines if step < steps]
+        self._gradients = GradientNorms()
+        for _, metrics in before:
+            self._gradients.ratio(metrics)
+        return self.monitors.recall(before)
+
+    async def _act(self, step: int) -> int | None:
+        """What the alarms of a step ask for; the step that comes next, or None if that ends the run."""
+        acting, self._acting = self._acting, []
+        for alarm in sorted(acting, key=lambda alarm: alarm.first - alarm.monitor.back):
+            if alarm.action == "rollback" and not self.stop_requested:
+                return await self._roll_back(alarm)  # the earliest; what else there was is undone with it
+        for alarm in acting:
+            if alarm.action == "pause" and not self.stop_requested:
+                await self._pause(alarm)
+        return step
+
+    async def _roll_back(self, alarm: Alarm) -> int | None:
+        most = alarm.monitor.most
+        if self.recovery.rollbacks() >= most:
+            self.say(f"{alarm.metric}: rolled back {count(most, 'time')} already (`most`); the run ends")
+            self.stop()
+            return None
+        back_to = max(0, alarm.first - alarm.monitor.back)
+        await self.recovery.roll_back(self.queue, back_to, alarm.text)
+        self._remember(back_to)
+        return back_to
+
+    async def _pause(self, alarm: Alarm) -> None:
+        self.queue.hold(True)
+        with self.telemetry.span("monitor", "pause", reason=alarm.text):
+            goes_on = await pause(
+                self.folder.path, alarm.text, most_s=alarm.monitor.pause_s, say=self.say,
+                is_stopped=lambda: self.stop_requested,
+            )  # fmt: skip
+        self.queue.hold(False)
+        if not goes_on:
+            self.stop()
 
     async def _evaluate_alone(self, version: int) -> Mapping[str, object]:
         """Before the first step and after the last one, with samples for pass@k."""
@@ -399,7 +457,9 @@ class Session:
             return {}
         seconds = time.monotonic() - begin
         self._evaluation_s += seconds
-        self.store.evaluated(samples)
+        with RunReader(self.folder.path) as run:
+            lineage = run.lineages.of(version)
+        self.store.evaluated([replace(sample, lineage=lineage) for sample in samples])
         metrics = score_metrics(held_out_scores(samples), self.config.evaluation.pass_k)
         self.telemetry.log_step(version, metrics)
         self.telemetry.event("evaluate", "evaluate", version=version, seconds=seconds, questions=len(samples))
@@ -440,84 +500,6 @@ class Session:
             return None
         finally:
             self._asking = None
-
-    async def _take_up(self, found: Position) -> None:
-        """Weights and training state as they were: the last checkpoint, and the recorded batches after it once more.
-
-        One version goes to the generators: the newest that was due.
-        """
-        from nearpolicy.launch.build import memory_by_owner
-
-        begin, learner = time.monotonic(), self.learner.inner
-        with RunReader(self.folder.path) as run:
-            versions = run.versions()
-        recorded = {record.version: record for record in versions}  # of the newest lineage that has it
-        started = await self._load_checkpoint(found.steps, versions)
-        every = self.config.sync.weight_sync_steps
-        ended = found.steps == self.config.run.steps
-        due = found.steps if ended else found.steps // every * every
-        self._taken_up_at = max(due, learner.version)
-        with RunReader(self.folder.path) as run:
-            logged = {line["step"] for line in run.metrics() if "policy/loss" in line or "batch/groups" in line}
-            await self._publish_if_due(recorded)
-            for step in range(learner.version, found.steps):
-                batch = run.batch(step)
-                batch = replace(batch, rows=assembled(self.config, batch.groups, step))
-                report = await self.learner.step(batch)
-                if step not in logged:
-                    self.telemetry.log_step(step, {**batch_metrics(batch), **report.metrics})
-                await self._publish_if_due(recorded)
-        self.memory = memory_by_owner(self.engine.engine, learner)
-        again = found.steps - started
-        self.telemetry.event(
-            "learner", "resume", seconds=time.monotonic() - begin, version=found.steps, step=found.steps,
-            checkpoint=started, anew=len(found.unfinished),
-        )  # fmt: skip
-        self.say(
-            f"taken up at step {found.steps}: {'the beginning' if not started else f'checkpoint step-{started}'}, "
-            f"{count(again, 'recorded step')} learned again; {count(len(found.ready), 'group')} wait for a step, "
-            f"{count(len(found.unfinished), 'group')} begin anew"
-        )
-
-    async def _load_checkpoint(self, steps: int, recorded: Sequence[VersionRecord]) -> int:
-        """Steps that the learner's weights contain then; without a checkpoint they are the initial ones."""
-        from nearpolicy.learner.checkpoint import load_checkpoint
-
-        warm_first = self.config.objective.reference == "initial"  # it is what the warm start makes
-        if warm_first:
-            await self._warm_start()
-        for version, path in usable_checkpoints(self.folder, steps, self.say):
-            try:
-                expected = {record.fingerprint for record in recorded if record.version == version}
-                await self.learner.call(partial(load_checkpoint, self.learner.inner, path, expected=expected))
-                return self.learner.inner.version
-            except RunFolderError as error:
-                self.say(f"warning: {error}; going on from the one before it")
-        if not warm_first:
-            await self._warm_start()
-        return 0
-
-    async def _publish_if_due(self, recorded: Mapping[int, VersionRecord]) -> None:
-        """Show that the weights are those that were recorded under this version; else they are of a new lineage."""
-        learner, known = self.learner.inner, recorded.get(self.learner.inner.version)
-        if known is not None:
-            learner.lineage = max(learner.lineage, known.lineage)
-            made = (await self.learner.weights(None)).record.fingerprint
-            if made != known.fingerprint:
-                if not learner.version:
-                    raise RunFolderError(
-                        f"{self.folder.path} began with other weights than {self.config.model.path} holds now "
-                        f"(fingerprints {known.fingerprint} and {made}). Restore the model, or begin a new run"
-                    )
-                learner.lineage = max(record.lineage for record in recorded.values()) + 1
-                self.say(
-                    f"version {learner.version} learned again is not the recorded one to the bit (another kind of "
-                    f"processor, or other package versions); going on as lineage {learner.lineage}"
-                )
-        if learner.version == self._taken_up_at:
-            begin = time.monotonic()
-            record = await self.publisher.publish()
-            self.store.published(record, time.monotonic() - begin)
 
     async def _keep(self, version: int) -> None:
         if self.config.run.keep_versions:
@@ -576,11 +558,14 @@ class Session:
         self.telemetry.log_step(step, metrics)
         self.watch.step = step + 1
         for alarm in self.monitors.observe(step, metrics):
-            self.telemetry.event("monitor", "alarm", metric=alarm.metric, value=alarm.value, action=alarm.action)
+            about = {"metric": alarm.metric, "value": alarm.value, "action": alarm.action, "text": alarm.text}
+            self.telemetry.event("monitor", "alarm", **about)
             if alarm.action != "log":
                 self.say(f"{alarm.severity}: {alarm.text}" + _WHAT_FOLLOWS.get(alarm.action, ""))
             if alarm.action == "stop":
                 self.stop()
+            elif alarm.action in ("rollback", "pause"):
+                self._acting.append(alarm)
         if any(monitor.action == "lower_staleness" for monitor in self.config.monitors):
             (self.queue.admit_fewer if self.monitors.lowers_staleness else self.queue.admit_more)()
         if self.on_step is not None:
@@ -592,6 +577,7 @@ class Session:
         with RunReader(self.folder.path) as run:
             lines = run.metrics()
             ledger = dict(run.ledger().items())
+            alarms = [event.numbers.get("text", event.numbers["metric"]) for event in run.events("alarm")]
         config = self.config
         summary = {
             "run": self.folder.name,
@@ -616,7 +602,7 @@ class Session:
                 "p99": _largest(lines, "mismatch/logprob_diff_p99"),
                 "max": _largest(lines, "mismatch/logprob_diff_max"),
             },
-            "alarms": [alarm.text for alarm in self.monitors.alarms],
+            "alarms": alarms,
             "packages": self.packages,
         }
         self.folder.write_summary(summary)

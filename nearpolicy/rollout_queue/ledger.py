@@ -25,6 +25,12 @@ groups that are ready, and more slots than (eta + 1) B may be given out: what th
 Fewer slots for new admissions (`lower`) are those of a smaller bound: nothing above needs that all are given out. With
 fewer than weight_sync_steps * B the last paragraph would not hold, so that is the floor.
 
+Steps undone (`roll_back` to s of t completed steps). What consumed groups held is free, and of those unconsumed none
+has a token of a version above s: such groups begin anew under s, at their old places. In admission order a group of
+version v and those before it were at most (v + eta + 1 - t) B, and nothing is put before it: it is consumed by step
+v + eta - (t - s). When ready, N(u) <= (u + eta + 1 - t) B for u < s, where s stands for t now; for u >= s all slots are
+no more than that.
+
 No standstill. A free slot is always given out, and every running group ends, within ``rollout_timeout_s`` and its
 retries. So suppose that nothing runs. If B or more groups are unconsumed, all of them are ready: admission order takes
 the first B; when ready, the B oldest, which leave max(0, N(u) - B) for every u, and those fit for s + 1. If fewer are
@@ -160,6 +166,21 @@ class Ledger:
         """The admission ends without a group; its slot is free."""
         self._expect(index, State.RUNNING)
         del self._held[index]
+
+    def roll_back(self, version: int, anew: Iterable[int]) -> None:
+        """The steps from ``version`` on have not happened, and weights with that many are published next. Slots of
+        consumed groups are free; those that run, and the ready ones of ``anew``, begin again under that version."""
+        if not 0 <= version < self.completed_steps:
+            raise StalenessError(f"there is no way back from step {self.completed_steps} to {version}")
+        self.completed_steps = self.published = version
+        again = set(anew)
+        for held in list(self._held.values()):
+            if held.state is State.CONSUMED:
+                del self._held[held.index]
+            elif held.state is State.RUNNING or held.index in again:
+                held.state, held.version = State.RUNNING, version
+            elif held.version > version:
+                raise StalenessError(f"group {held.index} of version {held.version} outlives a way back to {version}")
 
     def overdue(self) -> list[int]:
         """Groups beyond the bound. Where the learner waits for all, a run that goes on by itself has none, by the proof

@@ -6,6 +6,7 @@ peek(n) -> groups     waits for a further group that is sure to be in the next b
 take(n) -> groups     waits for a batch                  woken by fill; an error if nothing but failures comes
 complete, retire      never wait                         retire wakes reserve
 expire                never waits                        wakes reserve
+roll_back             never waits                        nothing is admitted until the next retire
 close                 never waits                        the end: nothing more is admitted, what comes is aborted
 """
 
@@ -47,6 +48,7 @@ class StalenessBoundedQueue:
         give_up: Callable[[int, str], None] | None = None,
         adaptive: bool = False,
         fewest_slots: int = 0,
+        may_roll_back: bool = False,
         on_event: Callable[..., None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -62,7 +64,17 @@ class StalenessBoundedQueue:
 
         ``adaptive``: fewer slots for new admissions while the learner is the bottleneck, never below ``fewest_slots``
         (less than the groups between two publications stands still).
+
+        ``may_roll_back``: steps may be undone. Then the queue does not close by itself with the last step, and
+        `reserve` waits where no prompt is left.
         """
+        self._may_roll_back = may_roll_back
+        self._holds = False
+        """Nothing is admitted: the weights of a rollback are not published yet, or the run is to pause."""
+        self._cut_off: dict[int, str] = {}
+        """Admissions that run and are to begin anew -> why."""
+        self.num_undone = 0
+        """Groups of steps that were rolled back."""
         self._adaptive = adaptive
         self._fewest_slots = fewest_slots
         self._clock = clock
@@ -77,8 +89,8 @@ class StalenessBoundedQueue:
         """Place in the data of the next prompt that nobody has asked for."""
         self._prompt_of: dict[int, tuple[int, Prompt]] = {}
         """Of admissions that run or are ready, where their prompts may be needed again."""
-        self._begin_anew: deque[Admission] = deque()
-        """Admissions of a run that goes on, whose groups were not there when it ended."""
+        self._begin_anew: dict[int, Admission] = {}
+        """By index: admissions that hold a slot and wait to be handed out once more."""
         self._expired_running: dict[int, str] = {}
         """Admissions given up while they run -> why."""
         self._left_out = left_out or (lambda group: None)
@@ -123,17 +135,15 @@ class StalenessBoundedQueue:
             ready={group.index: group.oldest_version for group in found.ready},
             consumed={index: step for index, step in found.consumed.items() if step >= published},
         )
-        self._begin_anew.extend(
-            replace(admission, version=published, attempt=admission.attempt + 1)
-            for admission in sorted(found.unfinished, key=lambda admission: admission.index)
-        )
+        for admission in found.unfinished:
+            self._anew(admission, published)
         self._groups = {group.index: group for group in found.ready}
         if self._requeues:
             asked = (*found.unfinished, *(group.admission for group in found.ready))
             self._prompt_of = {admission.index: (admission.place, admission.prompt) for admission in asked}
             self._again.extend((admission.place, admission.prompt) for admission in found.expired_prompts)
         self._next_prompt_index = found.num_prompts
-        self._num_taken = found.num_consumed
+        self._num_taken, self.num_undone = found.num_consumed, found.num_undone
         self.num_failed, self.num_expired = found.num_failed, found.num_expired
         self.num_filtered, self._reasons = found.num_filtered, dict(found.filtered)
         self._has_worked = bool(found.num_consumed or found.ready)
@@ -143,13 +153,13 @@ class StalenessBoundedQueue:
         self.expire()
 
     async def reserve(self) -> Slot | None:
-        if self._begin_anew and not self._closed:
-            admission = self._begin_anew.popleft()
-            self._emit("admit", admission=admission.index, version=admission.version)
-            return Slot(admission=admission)
         while (prompt := await self._next_prompt()) is None:
             if self._no_more:
                 return None
+            if self._may_begin_anew:
+                admission = self._begin_anew.pop(min(self._begin_anew))
+                self._emit("admit", admission=admission.index, version=admission.version)
+                return Slot(admission=admission)
         place, text = prompt
         held = self._ledger.admit()
         if self._requeues:
@@ -166,10 +176,11 @@ class StalenessBoundedQueue:
         return Slot(admission=admission)
 
     async def _next_prompt(self) -> tuple[int, Prompt] | None:
-        """With its place in the data. Waits until it may be admitted; None if there is none at the moment."""
+        """With its place in the data. Waits until it may be admitted; None if there is none at the moment, or if an
+        admission that begins anew comes first."""
         with waiting("a producer", "a free slot"):
-            await self._until(lambda: self._no_more or (self._has_prompt and self._may_admit))
-        if self._no_more:
+            await self._until(lambda: self._no_more or self._may_begin_anew or (self._has_prompt and self._may_admit))
+        if self._no_more or self._may_begin_anew:
             return None
         if self._again:
             return self._again.popleft()
@@ -188,6 +199,11 @@ class StalenessBoundedQueue:
                 f"the slot of admission {index} was filled with the group of admission {group.index}: "
                 "an environment must return a group of the admission it was given"
             )
+        if index in self._cut_off and not self._closed:
+            self._store.retried(group, Fate.ABORTED, self._cut_off.pop(index))
+            self._anew(group.admission, self._ledger.version(index))
+            self._changed.set()
+            return
         if index in self._expired_running:  # its slot is free already
             self._store.discarded(group, Fate.EXPIRED, self._expired_running.pop(index))
         elif self._closed:
@@ -272,8 +288,38 @@ class StalenessBoundedQueue:
         self._ledger.complete()
         self._between_steps = True
         self.expire()
-        if self._num_groups is not None and self._num_taken >= self._num_groups:
+        if self._num_groups is not None and self._num_taken >= self._num_groups and not self._may_roll_back:
             self.close()
+
+    def roll_back(self, version: int, num_taken: int, reason: str) -> tuple[Group, ...]:
+        """Steps from ``version`` on have not happened; those before it took ``num_taken`` groups. Nothing is admitted
+        until weights with that many steps are published (`retire`).
+
+        Running groups are cut off. They and the groups given back, which were ready and hold tokens of the steps
+        undone, begin anew: same admission, prompt and random numbers, under the weights that are published then.
+        """
+        stale = [group for index, group in sorted(self._groups.items()) if group.newest_version > version]
+        running = [index for index in self._ledger.indices(State.RUNNING) if index not in self._begin_anew]
+        self._ledger.roll_back(version, [group.index for group in stale])
+        self.num_undone += self._num_taken - num_taken
+        self._num_taken, self._holds, self._between_steps = num_taken, True, False
+        self._begin_anew = {index: replace(a, version=version) for index, a in self._begin_anew.items()}
+        for group in stale:
+            self._anew(self._groups.pop(group.index).admission, version)
+        for index in running:
+            self._cut_off[index] = reason
+            self._give_up(index, reason)
+        self._begin_search([])
+        return tuple(stale)
+
+    def _anew(self, ended: Admission, version: int) -> None:
+        """The next attempt, under weights of now; who is asked for a slot next gets the lowest index."""
+        self._begin_anew[ended.index] = replace(ended, version=version, attempt=ended.attempt + 1)
+
+    def hold(self, on: bool) -> None:
+        """Whether to admit nothing at the moment; what runs goes on."""
+        self._holds = on
+        self._changed.set()
 
     def expire(self) -> None:
         """Give up groups beyond the bound: counted, never consumed, replaced by later prompts or asked again.
@@ -288,6 +334,7 @@ class StalenessBoundedQueue:
             )
             is_ready = self._ledger.state(index) is State.READY
             self._ledger.give_up(index)
+            self._cut_off.pop(index, None)
             if self._requeues:
                 self._again.append(self._prompt_of.pop(index))
             self._emit("expire", admission=index, reason=reason, finished=is_ready)
@@ -307,6 +354,9 @@ class StalenessBoundedQueue:
         self._closed = True
         for index in self._ledger.indices(State.RUNNING):
             self._give_up(index, ENDED)
+        for admission in self._begin_anew.values():
+            self._store.discarded(Group(admission=admission, failure=ENDED), Fate.ABORTED, ENDED)
+        self._begin_anew.clear()
         for index in sorted(self._groups):
             self._ledger.give_up(index)
             self._store.discarded(self._groups.pop(index), Fate.ABORTED, ENDED)
@@ -314,6 +364,7 @@ class StalenessBoundedQueue:
 
     def retire(self, version: int) -> None:
         self._ledger.retire(version)
+        self._holds = False
         self._admit_again()
         now, waited = self._clock(), self._waited_s
         if self._adaptive and now > self._published_at:
@@ -359,16 +410,21 @@ class StalenessBoundedQueue:
     @property
     def _no_more(self) -> bool:
         """Nothing will be admitted any more; groups that run or wait may still expire, and their prompts come again."""
-        return self._closed or not (self._has_prompt or self._prompt_of)
+        unfinished = self._prompt_of or self._begin_anew or self._may_roll_back
+        return self._closed or not (self._has_prompt or unfinished)
+
+    @property
+    def _may_begin_anew(self) -> bool:
+        return bool(self._begin_anew) and not self._holds
 
     @property
     def _may_admit(self) -> bool:
         waits = self._between_steps and self._ledger.drops_at_bound
-        return self._ledger.can_admit and self._more_are_needed and not waits
+        return self._ledger.can_admit and self._more_are_needed and not waits and not self._holds
 
     @property
     def _more_are_needed(self) -> bool:
-        given_up = self.num_failed + self.num_expired + self.num_filtered
+        given_up = self.num_failed + self.num_expired + self.num_filtered + self.num_undone
         spare = self._ledger.num_slots - (self._ledger.max_staleness + 1) * self._ledger.prompts_per_step
         wanted = self._num_groups is None or self._ledger.next_index - given_up < self._num_groups + spare
         return wanted and not self._window_is_used_up

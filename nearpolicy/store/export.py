@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from nearpolicy.errors import RunFolderError, described
 from nearpolicy.store.folder import create_run_folder, finite
 from nearpolicy.store.reader import RunReader, StoredRollout
-from nearpolicy.store.schema import APPLICATION_ID, MIGRATIONS, SCHEMA, SCHEMA_VERSION, prompt_text
+from nearpolicy.store.schema import APPLICATION_ID, BRANCHES_BEFORE, MIGRATIONS, SCHEMA, SCHEMA_VERSION, prompt_text
 
 FORMATS = ("parquet", "jsonl")
 BESIDE = ("config.yaml", "metrics.jsonl", "summary.json")
@@ -35,7 +35,7 @@ _AT_A_TIME = 512
 _TEXT = {
     "run": {"value"}, "admissions": {"task", "prompt"}, "groups": {"failure"}, "rollouts": {"text"},
     "verdicts": {"source", "parts", "reason"}, "endings": {"reason"}, "events": {"numbers"}, "versions": {"digests"},
-    "evaluations": {"task", "prompt", "text"},
+    "evaluations": {"task", "prompt", "text"}, "branches": {"reason"},
 }  # fmt: skip
 """Blobs that are UTF-8 with surrogates passed through."""
 _ARROW = {"INTEGER": pa.int64(), "REAL": pa.float64(), "TEXT": pa.string(), "BLOB": pa.binary()}
@@ -122,6 +122,8 @@ def _filled(store: Path, source: Path, manifest: Mapping[str, Any]) -> dict[str,
                 counts[table] += 1
             if counts[table] != told:
                 raise ValueError(f"the table {table} has {counts[table]} rows, and the manifest tells of {told}")
+        if "branches" not in counts:
+            connection.execute(f"INSERT INTO branches {BRANCHES_BEFORE}")
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION if schema in (*MIGRATIONS, SCHEMA_VERSION) else 0}")
         connection.execute("COMMIT")
         return counts
@@ -130,7 +132,7 @@ def _filled(store: Path, source: Path, manifest: Mapping[str, Any]) -> dict[str,
 
 
 def _name(table: str) -> str:
-    if table not in {*_TEXT, "steps", "consumption", "trained_rows", "fates"}:
+    if table not in {*_TEXT, "steps", "consumption", "undone", "trained_rows", "fates"}:
         raise ValueError(f"no table of a run is called {table!r}")
     return table
 

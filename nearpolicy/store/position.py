@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nearpolicy.records import Admission, Fate, Position
+from nearpolicy.store.lineages import Lineages
 from nearpolicy.store.payload import decode_text
 
 if TYPE_CHECKING:
@@ -25,8 +26,11 @@ def position_of(run: RunReader) -> Position:
     def one(sql: str, *values: Any) -> Any:
         return run.query(sql, *values)[0][0]
 
-    versions = run.versions()
-    published = versions[-1] if versions else None
+    steps = one("SELECT count(*) FROM steps")
+    branches = run.branches()
+    counting = Lineages(branches).counting(run.versions())
+    # A kill may have come between a rollback and its publication: then newer ones do not count any more.
+    published = counting.get(max((version for version in counting if version <= steps), default=-1))
     contained = 0 if published is None else published.version
     last = run.query("SELECT admission FROM consumption ORDER BY ordinal DESC LIMIT 1")
     last_consumed = last[0][0] if last else None
@@ -38,8 +42,9 @@ def position_of(run: RunReader) -> Position:
     left = run.unfinished()
     ready = [admission for admission in left if run.is_filled(admission)]
     return Position(
-        steps=one("SELECT count(*) FROM steps"),
+        steps=steps,
         published=published,
+        branches=tuple(branches),
         next_index=one("SELECT coalesce(max(admission), -1) + 1 FROM admissions"),
         num_prompts=one("SELECT coalesce(max(coalesce(prompt_index, admission)), -1) + 1 FROM admissions"),
         ready=tuple(run.group(admission.index, admission.attempt) for admission in ready),
@@ -47,6 +52,7 @@ def position_of(run: RunReader) -> Position:
         consumed=dict(run.query("SELECT admission, step FROM consumption WHERE step >= ?", contained)),
         last_consumed=last_consumed,
         num_consumed=one("SELECT count(*) FROM consumption WHERE place IS NOT NULL"),
+        num_undone=one("SELECT count(*) FROM undone WHERE place IS NOT NULL"),
         num_failed=ended.get(Fate.FAILED.value, 0),
         num_expired=ended.get(Fate.EXPIRED.value, 0),
         num_filtered=ended.get(Fate.FILTERED.value, 0),

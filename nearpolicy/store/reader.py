@@ -25,6 +25,7 @@ from nearpolicy.records import (
     Admission,
     Baseline,
     Batch,
+    Branch,
     Event,
     Fate,
     Group,
@@ -36,8 +37,9 @@ from nearpolicy.records import (
     VersionRecord,
 )
 from nearpolicy.store.folder import RunFolder
+from nearpolicy.store.lineages import Lineages
 from nearpolicy.store.payload import PayloadError, decode_arrays, decode_json, decode_segments, decode_text, encode_text
-from nearpolicy.store.schema import APPLICATION_ID, SCHEMA_VERSION, EvaluatedSample
+from nearpolicy.store.schema import APPLICATION_ID, BRANCHES_BEFORE, SCHEMA_VERSION, EvaluatedSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +140,8 @@ class RunReader:
             raise RunFolderError(f"{self.folder.summary} cannot be read: {error}; remove it") from None
 
     def metrics(self) -> list[dict[str, Any]]:
-        """One dict per step, in order: its lines merged, later ones over earlier ones (a resume repeats steps).
+        """One dict per step, in order: its lines merged, later ones over earlier ones (a resume repeats steps); without
+        what was rolled back.
 
         Values that were not finite are None and are listed under ``not_finite``: name -> nan, inf or -inf.
         """
@@ -148,6 +151,9 @@ class RunReader:
         lines = self.folder.metrics.read_bytes().split(b"\n")[:-1]  # the last piece is empty or being written
         for number, line in enumerate(lines, start=1):
             entry = _metrics_entry(line, f"{self.folder.metrics} line {number}")
+            if entry.get("undone"):
+                merged = _before(entry["step"], merged)
+                continue
             known = merged[entry["step"]]
             bad = {name: word for name, word in known.get("not_finite", {}).items() if name not in entry}
             known |= entry
@@ -321,6 +327,16 @@ class RunReader:
 
     # Versions, events, evaluations.
 
+    def branches(self) -> list[Branch]:
+        """Of the weights, oldest first."""
+        there = self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'branches'").fetchone()
+        rows = self._db.execute("SELECT * FROM branches ORDER BY lineage" if there else BRANCHES_BEFORE)
+        return [Branch(**dict(row) | {"reason": decode_text(row["reason"])}) for row in rows]
+
+    @property
+    def lineages(self) -> Lineages:
+        return Lineages(self.branches())
+
     def versions(self) -> list[VersionRecord]:
         """Published weights, oldest first, without their digests."""
         query = "SELECT lineage, version, updates, fingerprint, parent FROM versions ORDER BY lineage, version"
@@ -346,6 +362,8 @@ class RunReader:
             yield Event(**fields | {"numbers": decode_json(fields["numbers"])})
 
     def evaluations(self, task: str | None = None, version: int | None = None) -> list[EvaluatedSample]:
+        """Of weights that count."""
+        counts = self.lineages.counts
         rows = self._db.execute(
             "SELECT * FROM evaluations WHERE (?1 IS NULL OR task = ?1) AND (?2 IS NULL OR version = ?2) "
             "ORDER BY lineage, version, task, mode, row, sample",
@@ -368,6 +386,7 @@ class RunReader:
                 lineage=row["lineage"],
             )
             for row in rows
+            if counts(row["lineage"], row["version"])
         ]
 
 
@@ -380,6 +399,20 @@ def _metrics_entry(line: bytes, where: str) -> dict[str, Any]:
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise RunFolderError(f"{where} is not a line of metrics ({described(error, 100)}); remove that line") from None
     return entry
+
+
+def _before(step: int, lines: Mapping[int, dict[str, Any]]) -> defaultdict[int, dict[str, Any]]:
+    """The lines that are left when this step is undone; how its weights had done in an evaluation stays true."""
+    left = {number: line for number, line in lines.items() if number < step}
+    told = lines.get(step, {})
+    if any(name.startswith(_EVALUATION) for name in told):
+        kept = {name: v for name, v in told.items() if name in ("step", "time") or name.startswith(_EVALUATION)}
+        bad = {name: word for name, word in told.get("not_finite", {}).items() if name.startswith(_EVALUATION)}
+        left[step] = kept | {"not_finite": bad}
+    return defaultdict(dict, left)
+
+
+_EVALUATION = "evaluation/"
 
 
 def _bindable(number: int | None) -> int | None:

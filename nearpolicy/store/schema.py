@@ -9,7 +9,8 @@ surrogates, and SQLite's own text type is safe for neither. Columns marked *JSON
                  |                 +------ fates           the sum of a rollout's fates is what it sampled
                  +-- endings                               one row: every attempt at an admission ends exactly once
                  +-- consumption -- trained_rows           which group filled which place of which step, with advantages
-    steps, versions, evaluations, events, run
+    steps, versions, branches, evaluations, events, run    `steps` and `consumption` hold what counts;
+                                                           `undone` what was rolled back
 """
 
 from __future__ import annotations
@@ -18,12 +19,39 @@ from dataclasses import dataclass
 
 from nearpolicy.records import Prompt
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """2: a group may have a greedy completion, a rollout with the sample -1. The tables are those of 1.
-3: an admission knows the place of its prompt in the order of the data, a version the digests of its tensors."""
+3: an admission knows the place of its prompt in the order of the data, a version the digests of its tensors.
+4: branches of the weights, and steps that were rolled back."""
+BRANCHES = """
+-- Lineages of weights but the first: versions before `first` are the parent's.
+CREATE TABLE branches (
+    lineage INTEGER PRIMARY KEY,
+    parent  INTEGER NOT NULL,
+    first   INTEGER NOT NULL,
+    kind    TEXT NOT NULL,               -- rollback, remade
+    reason  BLOB NOT NULL                -- text
+) WITHOUT ROWID;
+
+-- Which group had filled which place of a step that was rolled back; `lineage` is the one that this opened. Such a
+-- group has ended as consumed and comes again nowhere.
+CREATE TABLE undone (
+    lineage   INTEGER NOT NULL REFERENCES branches,
+    step      INTEGER NOT NULL,
+    place     INTEGER,
+    admission INTEGER PRIMARY KEY,
+    attempt   INTEGER NOT NULL
+) WITHOUT ROWID;
+"""
+BRANCHES_BEFORE = (
+    "SELECT lineage, lineage - 1 AS parent, min(version) AS first, 'remade' AS kind, x'' AS reason FROM versions "
+    "WHERE lineage > 0 GROUP BY lineage"
+)
+"""Those of a run that was recorded before the table was there."""
 MIGRATIONS = {
     1: "",
     2: "ALTER TABLE admissions ADD COLUMN prompt_index INTEGER; ALTER TABLE versions ADD COLUMN digests BLOB;",
+    3: f"{BRANCHES} INSERT INTO branches {BRANCHES_BEFORE};",
 }
 """Schema -> what makes the next one of it; a run that goes on is brought up to date."""
 APPLICATION_ID = 0x4E524C50
@@ -32,7 +60,8 @@ APPLICATION_ID = 0x4E524C50
 CONSUMED = "consumed"
 """The ending of an admission whose group was used up by a step; every other ending is the value of a `Fate`."""
 
-SCHEMA = """
+SCHEMA = f"""
+{BRANCHES}
 -- Facts about the run as a whole: config, wall_anchor, packages. One JSON value per key.
 CREATE TABLE run (
     key   TEXT PRIMARY KEY,

@@ -33,7 +33,20 @@ from typing import Any
 import numpy as np
 
 from nearpolicy.errors import NearpolicyError, RunFolderError, StandstillError
-from nearpolicy.records import Admission, Batch, Event, Fate, Group, Rollout, Row, StepReport, Verdict, VersionRecord
+from nearpolicy.records import (
+    ROLLBACK,
+    Admission,
+    Batch,
+    Branch,
+    Event,
+    Fate,
+    Group,
+    Rollout,
+    Row,
+    StepReport,
+    Verdict,
+    VersionRecord,
+)
 from nearpolicy.store.folder import RunFolder
 from nearpolicy.store.payload import decode_json, encode_arrays, encode_json, encode_segments, encode_text
 from nearpolicy.store.schema import APPLICATION_ID, CONSUMED, MIGRATIONS, SCHEMA, SCHEMA_VERSION, EvaluatedSample
@@ -139,9 +152,17 @@ class SqliteStore:
         """All tokens of the group end with ``fate``; it needs not have been filled before."""
         self._say(lambda: self._put_discard(group, fate, reason))
 
-    def retried(self, group: Group) -> None:
-        """A failed attempt, and that another one follows: one transaction, so that no admission is ever without."""
-        self._say(lambda: self._put_retry(group))
+    def retried(self, group: Group, fate: Fate = Fate.FAILED, reason: str | None = None) -> None:
+        """An attempt that came to nothing, and that another one follows: one transaction, so that no admission is ever
+        without. ``reason``: the group's failure, if left out."""
+        self._say(lambda: self._put_retry(group, fate, reason))
+
+    def branched(self, branch: Branch, stale: Sequence[Group]) -> None:
+        """Weights from some version on are others than those that were recorded. ``stale`` are groups that wait for a
+        step and hold tokens of the old ones: they expire, and their admissions go on as their next attempt. After a
+        rollback the steps that led to the old weights do not count any more."""
+        frozen = tuple(stale)
+        self._say(lambda: self._put_branch(branch, frozen))
 
     def lost(self, admissions: Sequence[Admission], reason: str) -> None:
         """Attempts that were running when a process ended, and of which nothing is recorded. Each goes on as its next
@@ -368,9 +389,34 @@ class SqliteStore:
         fates = {rollout.sample: {fate: rollout.num_sampled} for rollout in group.everything}
         self._put_fates(group.index, group.admission.attempt, fates)
 
-    def _put_retry(self, group: Group) -> None:
-        self._put_discard(group, Fate.FAILED, group.failure or "")
+    def _put_retry(self, group: Group, fate: Fate, reason: str | None) -> None:
+        self._put_discard(group, fate, group.failure or "" if reason is None else reason)
         self._put_admission(replace(group.admission, attempt=group.admission.attempt + 1))
+
+    def _put_branch(self, branch: Branch, stale: Sequence[Group]) -> None:
+        self._run(
+            "INSERT INTO branches VALUES (?, ?, ?, ?, ?)",
+            *(branch.lineage, branch.parent, branch.first, branch.kind, encode_text(branch.reason)),
+        )
+        for group in stale:
+            self._put_retry(group, Fate.EXPIRED, f"{branch.kind}: {branch.reason}")
+        if branch.kind == ROLLBACK:
+            self._undo_steps(branch)
+
+    def _undo_steps(self, branch: Branch) -> None:
+        first, reason = branch.first - 1, f"{branch.kind}: {branch.reason}"
+        columns = "step, place, admission, attempt"
+        self._run(
+            f"INSERT INTO undone (lineage, {columns}) SELECT ?, {columns} FROM consumption WHERE step >= ?",
+            *(branch.lineage, first),
+        )
+        self._run(
+            "UPDATE endings SET reason = ? WHERE (admission, attempt) IN "
+            "(SELECT admission, attempt FROM consumption WHERE step >= ?)",
+            *(encode_text(reason), first),
+        )
+        self._run("DELETE FROM consumption WHERE step >= ?", first)
+        self._run("DELETE FROM steps WHERE step >= ?", first)
 
     def _put_lost(self, admissions: Iterable[Admission], reason: str) -> None:
         for admission in admissions:

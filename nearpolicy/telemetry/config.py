@@ -42,10 +42,18 @@ class MonitorConfig(ConfigModel):
     out."""
     severity: Literal["info", "warning", "critical"] = "warning"
     """How it is said."""
-    action: Literal["log", "alarm", "lower_staleness", "stop"] = "alarm"
+    action: Literal["log", "alarm", "lower_staleness", "rollback", "pause", "stop"] = "alarm"
     """log: an event in the store. alarm: say it as well, once until it is over. lower_staleness: admit one batch of
-    groups less at a time after each step until it is over, down to `sync.weight_sync_steps` batches. stop: end the run
-    after the step, with what was learned."""
+    groups less at a time after each step until it is over, down to `sync.weight_sync_steps` batches. rollback: go back
+    to the weights and the training state before the first of the steps that raised it, and on from there with other
+    prompts, as a new lineage. pause: admit and learn nothing until a person removes the file PAUSED from the run
+    folder. stop: end the run after the step, with what was learned."""
+    back: NonNegativeInt = 0
+    """rollback: so many steps further back."""
+    most: PositiveInt = 3
+    """rollback: after so many in one run the next one is a stop."""
+    pause_s: Seconds = 86_400.0
+    """pause: so long at most; then the run ends as with stop."""
 
     @model_validator(mode="after")
     def _says_when(self) -> Self:
@@ -58,6 +66,9 @@ class MonitorConfig(ConfigModel):
         )
         if wrong:
             raise ValueError(f"the monitor of {self.metric} would be over (clear) while it is still beyond its bound")
+        for key, action in (("back", "rollback"), ("most", "rollback"), ("pause_s", "pause")):
+            if self.action != action and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"the monitor of {self.metric} sets {key}, but its action is {self.action}")
         if unknown_names([self.metric]):
             raise ValueError(f"{self.metric!r} is no metric; docs/metrics.md lists them")
         return self

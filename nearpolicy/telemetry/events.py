@@ -47,7 +47,9 @@ EVENT_KINDS: Mapping[str, tuple[str, str, str]] = {
     "compare": ("sync", "tensors", "* digests compared"),
     "evaluate": ("evaluate", "questions", "* held-out questions under one fixed version"),
     "checkpoint": ("learner", "step", "* training state saved"),
-    "alarm": ("monitor", "metric, value, action", "a monitor saw a metric beyond its bound"),
+    "alarm": ("monitor", "metric, value, action, text", "a monitor saw a metric beyond its bound"),
+    "rollback": ("learner", "step, reason", "* weights and training state of fewer steps; which, and why"),
+    "pause": ("monitor", "reason", "* the run waited for a person"),
     "resume": (
         "learner",
         "step, checkpoint, anew",
@@ -183,6 +185,12 @@ class Recorder:
                 self._trace.step(step, self.now())
         if not_finite:
             _LOG.warning("step %d: not finite: %s", step, ", ".join(f"{n} is {v}" for n, v in not_finite.items()))
+
+    def undo(self, step: int) -> None:
+        """This step and later ones are rolled back; their lines do not count any more."""
+        with self._lock:
+            if self._metrics is not None:
+                self._metrics.undo(step)
 
     def busy_times(self) -> dict[str, float]:
         """``time/<name>_s`` since the last call (see `BUSY_KINDS`)."""

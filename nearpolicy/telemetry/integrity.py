@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nearpolicy.records import Batch
@@ -46,8 +46,17 @@ class Alarm:
     metric: str
     value: float
     text: str
-    severity: str
-    action: str
+    monitor: MonitorConfig
+    first: int
+    """The first of the steps that raised it."""
+
+    @property
+    def severity(self) -> str:
+        return self.monitor.severity
+
+    @property
+    def action(self) -> str:
+        return self.monitor.action
 
 
 class Monitors:
@@ -58,6 +67,8 @@ class Monitors:
         self._in_a_row = [0] * len(self._monitors)
         """Steps that speak for a change of what is raised."""
         self._raised = [False] * len(self._monitors)
+        self._first = [0] * len(self._monitors)
+        """The first of those steps."""
         self._past: deque[float] = deque(maxlen=PAST)
         self.alarms: list[Alarm] = []
 
@@ -84,6 +95,8 @@ class Monitors:
             bound = _beyond(monitor, value, cleared_at=monitor.clear if raised else None)
             beyond = bound is not None
             self._in_a_row[place] = self._in_a_row[place] + 1 if beyond != raised else 0
+            if self._in_a_row[place] == 1:
+                self._first[place] = step
             if self._in_a_row[place] < monitor.steps:
                 continue
             self._raised[place], self._in_a_row[place] = beyond, 0
@@ -92,11 +105,26 @@ class Monitors:
                 text = f"step {step}: {monitor.metric} is {value:.4g}, {bound}{lasting}"
                 begun.append(
                     Alarm(
-                        step=step, metric=monitor.metric, value=value, text=text, severity=monitor.severity,
-                        action=monitor.action,
+                        step=step,
+                        metric=monitor.metric,
+                        value=value,
+                        text=text,
+                        monitor=monitor,
+                        first=self._first[place],
                     )
-                )  # fmt: skip
+                )
         self.alarms += begun
+        return begun
+
+    def recall(self, lines: Iterable[tuple[int, Mapping[str, float]]]) -> list[Alarm]:
+        """Stand as after these steps, which were looked at before, and after no others; the alarms of the last one."""
+        self._in_a_row, self._raised = [0] * len(self._monitors), [False] * len(self._monitors)
+        self._past.clear()
+        known, begun = list(self.alarms), []
+        for step, metrics in lines:
+            self.jump(metrics)
+            begun = self.observe(step, metrics)
+        self.alarms = known
         return begun
 
     @property

@@ -205,6 +205,17 @@ def split_finite(metrics: Mapping[str, Any]) -> tuple[dict[str, float | None], d
     return values, not_finite
 
 
+UNDONE = "undone"
+"""Key of a line that takes back the steps from its own on."""
+
+
+def as_logged(line: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of a step from its line, without evaluations; with values that are not finite as they were."""
+    bad = line.get("not_finite", {})
+    names = [name for name in line if "/" in name and not name.startswith("evaluation/")]
+    return {name: float(bad[name]) if name in bad else line[name] for name in names}
+
+
 class MetricsWriter:
     """Appends one line per call to ``metrics.jsonl``: step, time (wall), the metrics, ``not_finite`` if any is not."""
 
@@ -223,6 +234,11 @@ class MetricsWriter:
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
         return line
+
+    def undo(self, step: int) -> None:
+        """Lines of this step and of later ones do not count any more; evaluations of the weights before it do."""
+        self._file.write(json.dumps({"step": int(step), "time": time.time(), UNDONE: True}) + "\n")
+        self._file.flush()
 
     def close(self) -> None:
         self._file.close()

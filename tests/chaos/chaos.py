@@ -64,9 +64,17 @@ SETTINGS: dict[str, tuple[str, ...]] = {
         "generator.on_sync=continue", "verifier.in_process=true",
     ),
     "adapter": ("queue.max_staleness=0", "learner.lora.rank=2", "verifier.in_process=true"),
+    "goes back": (
+        "queue.max_staleness=0", "verifier.in_process=true",
+        "monitors=[{metric: policy/grad_norm, above: 3.6, action: rollback, most: 99}]",
+    ),
+    "goes back, ahead": (
+        "queue.max_staleness=2", "verifier.in_process=true", "checkpoint.every=0",
+        "monitors=[{metric: policy/grad_norm, above: 3.6, steps: 2, action: rollback, back: 1, most: 99}]",
+    ),
     "filtered": ("queue.max_staleness=1", "queue.dynamic_sampling=true", "verifier.in_process=true"),
 }  # fmt: skip
-EXACT = ("synchronous", "workers", "adapter")
+EXACT = ("synchronous", "workers", "adapter", "goes back")
 """Of these the final weights are those of an undisturbed run, bit for bit."""
 
 
@@ -295,11 +303,12 @@ def prepare(folder: Path) -> None:
 
 
 def fingerprints(folder: Path) -> dict[int, str]:
-    """Version -> of the newest lineage that has it."""
+    """By version, of the weights that count."""
     from nearpolicy.store.reader import RunReader
 
     with RunReader(folder / "run") as run:
-        return {record.version: record.fingerprint for record in run.versions()}
+        counting = run.lineages.counting(run.versions())
+        return {version: record.fingerprint for version, record in counting.items()}
 
 
 def require_whole(folder: Path, *, bound: int, steps: int) -> None:

@@ -27,6 +27,8 @@ class World:
         self.admitted = 0
         self.oldest: dict[int, int] = {}
         """Of groups that have not ended: no token of theirs is older."""
+        self.newest: dict[int, int] = {}
+        """Of groups that are ready."""
 
     def admit(self) -> None:
         held = self.ledger.admit()
@@ -44,8 +46,8 @@ class World:
         self.ledger.drop(index)
         self.end(index, "failed")
 
-    def fill(self, index: int, version: int) -> None:
-        self.oldest[index] = version
+    def fill(self, index: int, version: int, newest: int) -> None:
+        self.oldest[index], self.newest[index] = version, newest
         self.ledger.ready(index, version)
         self.expire()
 
@@ -75,7 +77,7 @@ class World:
     def restart(self) -> None:
         """The process dies. What was running begins anew, under the published weights."""
         before = self.ledger
-        due = before.completed_steps // self.every * self.every
+        due = max(before.published, before.completed_steps // self.every * self.every)
         running = before.indices(State.RUNNING)
         consumed = {held.index: held.step for held in before._held.values() if held.state is State.CONSUMED}
         self.ledger = Ledger(**self.settings)
@@ -89,6 +91,15 @@ class World:
         )
         self.oldest |= dict.fromkeys(running, due)
         self.expire()
+
+    def roll_back(self, version: int) -> None:
+        """The steps from this one on have not happened."""
+        ready = self.ledger.indices(State.READY)
+        anew = [index for index in ready if self.newest[index] > version]
+        self.oldest |= dict.fromkeys([*anew, *self.ledger.indices(State.RUNNING)], version)
+        self.ledger.roll_back(version, anew)
+        assert all(oldest <= version for oldest in self.oldest.values())
+        self.ledger.retire(version)
 
     @property
     def stands_still(self) -> bool:
@@ -130,9 +141,13 @@ def lived(luck: random.Random, cycles: int) -> Counter[str]:
             else:
                 # Its oldest token may be as old as its admission, or the weights changed before the first one.
                 oldest = world.oldest[index]
-                world.fill(index, luck.randint(oldest, max(oldest, world.ledger.published)))
+                oldest = luck.randint(oldest, max(oldest, world.ledger.published))
+                world.fill(index, oldest, luck.randint(oldest, max(oldest, world.ledger.published)))
         elif chance > 0.995:
             world.restart()
+        elif chance > 0.985 and world.ledger.completed_steps:
+            done = world.ledger.completed_steps
+            world.roll_back(luck.randint(max(0, done - 4), done - 1))
         while world.step():
             pass
         world.check()
@@ -188,8 +203,9 @@ class Transitions(RuleBasedStateMachine):
     @rule(data=st.data())
     def fill(self, data):
         index = data.draw(st.sampled_from(self.world.ledger.indices(State.RUNNING)))
-        oldest = self.world.oldest[index]
-        self.world.fill(index, data.draw(st.integers(oldest, max(oldest, self.world.ledger.published))))
+        oldest, published = self.world.oldest[index], self.world.ledger.published
+        oldest = data.draw(st.integers(oldest, max(oldest, published)))
+        self.world.fill(index, oldest, data.draw(st.integers(oldest, max(oldest, published))))
 
     @precondition(lambda self: self.world.ledger.indices(State.RUNNING))
     @rule(data=st.data())
@@ -203,6 +219,11 @@ class Transitions(RuleBasedStateMachine):
     @rule()
     def restart(self):
         self.world.restart()
+
+    @precondition(lambda self: self.world.ledger.completed_steps)
+    @rule(data=st.data())
+    def roll_back(self, data):
+        self.world.roll_back(data.draw(st.integers(0, self.world.ledger.completed_steps - 1)))
 
     @invariant()
     def holds(self):

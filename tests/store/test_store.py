@@ -21,7 +21,9 @@ from synthetic_run import CONFIG, NASTY, admission, batch, group, make_run, segm
 from nearpolicy.errors import NearpolicyError, RunFolderError, StandstillError
 from nearpolicy.records import (
     BASELINE,
+    REMADE,
     Baseline,
+    Branch,
     Event,
     Fate,
     Group,
@@ -36,7 +38,7 @@ from nearpolicy.store import writer
 from nearpolicy.store.folder import RunFolder, create_run_folder
 from nearpolicy.store.payload import encode_json, encode_segments
 from nearpolicy.store.reader import RunReader
-from nearpolicy.store.schema import SCHEMA, SCHEMA_VERSION
+from nearpolicy.store.schema import SCHEMA_VERSION
 from nearpolicy.store.writer import SqliteStore
 
 REPORT = StepReport(version=1, updates=2, metrics={})
@@ -131,23 +133,29 @@ def test_a_greedy_completion_shares_the_fate_of_a_group_that_is_given_up(store, 
     assert (run.group(0).failure, run.group(0).baseline.reward) == ("no baseline", None)
 
 
-@pytest.mark.parametrize("schema", [1, 2])
+@pytest.mark.parametrize("schema", [1, 2, 3])
 def test_an_older_store_is_read_and_brought_up_to_date_when_it_is_written_again(folder, monkeypatch, schema):
     with monkeypatch.context() as then:
-        then.setattr(
-            writer, "SCHEMA", SCHEMA.replace("messages, columns\n    prompt_index INTEGER", "messages, columns")
-        )
-        then.setattr(writer, "SCHEMA", writer.SCHEMA.replace("prompt    BLOB NOT NULL, ", "prompt    BLOB NOT NULL "))
-        column = "digests     BLOB,                    -- JSON: tensor -> digest; NULL where they were not kept"
-        then.setattr(writer, "SCHEMA", writer.SCHEMA.replace(column, ""))
         then.setattr(writer, "SCHEMA_VERSION", schema)
         SqliteStore.create(folder, config={}).close()
-    assert "prompt_index" not in str(sqlite3.connect(folder.store).execute("SELECT sql FROM sqlite_master").fetchall())
     old = sqlite3.connect(folder.store, isolation_level=None)
+    old.executescript("DROP TABLE branches; DROP TABLE undone;")
+    if schema < 3:
+        old.executescript(
+            "DROP TABLE admissions; DROP TABLE versions;"
+            "CREATE TABLE admissions (admission INTEGER PRIMARY KEY, attempt, seed, version, task, prompt);"
+            "CREATE TABLE versions (lineage, version, updates, fingerprint, parent, wall_s, "
+            "PRIMARY KEY (lineage, version))"
+        )
     prompt = encode_json({"id": "a", "text": "?", "messages": None, "columns": {}})
-    old.execute("INSERT INTO admissions VALUES (?, ?, ?, ?, ?, ?)", (0, 0, 7, 0, b"t", prompt))
-    old.execute("INSERT INTO versions VALUES (0, 0, 0, 'f', NULL, 0.1)")
+    columns = "(admission, attempt, seed, version, task, prompt)"
+    old.execute(f"INSERT INTO admissions {columns} VALUES (?, ?, ?, ?, ?, ?)", (0, 0, 7, 0, b"t", prompt))
+    for lineage, version in ((0, 0), (0, 2), (1, 1), (1, 2)):
+        columns = "(lineage, version, updates, fingerprint, wall_s)"
+        old.execute(f"INSERT INTO versions {columns} VALUES (?, ?, 0, 'f', 0.1)", (lineage, version))
     old.close()
+    branch = Branch(lineage=1, parent=0, first=1, kind=REMADE, reason="")
+    assert read(folder).branches() == [branch]
     assert read(folder).digests(read(folder).versions()[0]) == {}
     assert (read(folder).admission(0).prompt_index, read(folder).admission(0).prompt.id) == (None, "a")
     assert sqlite3.connect(folder.store).execute("PRAGMA user_version").fetchone() == (schema,)
@@ -155,6 +163,8 @@ def test_an_older_store_is_read_and_brought_up_to_date_when_it_is_written_again(
         again.filled(with_baseline(group(1)))
     assert sqlite3.connect(folder.store).execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
     assert (read(folder).group(1).baseline.reward, read(folder).admission(0).prompt_index) == (0.25, None)
+    assert read(folder).branches() == [branch]
+    assert [read(folder).lineages.of(version) for version in (0, 1, 2)] == [0, 1, 1]
 
 
 def test_nul_lone_surrogates_and_line_separators_survive_everywhere(store, folder):

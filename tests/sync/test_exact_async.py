@@ -195,8 +195,8 @@ class Book:
     def event(self, *_, **__) -> None: ...
 
 
-async def never_stop(report) -> bool:
-    return False
+async def never_stop(report) -> int:
+    return report.version
 
 
 def asynchronous(
@@ -212,7 +212,7 @@ def asynchronous(
 ) -> tuple[Run, list[int]]:
     engine, learner, book = an_engine(), a_learner(**({"max_tokens_per_microbatch": 40} if streaming else {})), Book()
     generator = EngineRunner(engine, on_sync=on_sync)
-    in_thread = LearnerInThread(learner, RoleThread("learner", 1))
+    in_thread = LearnerInThread(lambda: learner, RoleThread("learner", 1))
     single = SingleTurn(
         generator,
         TokenVerifier(),
@@ -383,7 +383,7 @@ def test_an_engine_that_holds_one_other_number_stops_the_run_with_the_tensors_na
             return digests(tensors)
 
     generator = Tampered(an_engine())
-    in_thread = LearnerInThread(learner, RoleThread("learner", 1))
+    in_thread = LearnerInThread(lambda: learner, RoleThread("learner", 1))
     try:
         with pytest.raises(
             SyncError, match=r"generator 0 does not hold version 0.*'model.layers.1.mlp.up_proj.weight'"

@@ -1,0 +1,206 @@
+"""Back to the weights and the training state that a run's record leads to: after an end, and after a rollback.
+
+    a checkpoint, or the initial weights -> recorded batches after it, learned again -> published to the generators
+
+What is learned again is compared, at every version that was published, by fingerprint. A checkpoint of steps that do
+not count is set aside.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nearpolicy.config import RunConfig
+from nearpolicy.errors import RunFolderError
+from nearpolicy.launch.rows import assembled
+from nearpolicy.launch.words import count
+from nearpolicy.records import REMADE, ROLLBACK, Group, Position, VersionRecord
+from nearpolicy.store.folder import RunFolder
+from nearpolicy.store.lineages import Lineages
+from nearpolicy.store.reader import RunReader
+from nearpolicy.store.writer import SqliteStore
+from nearpolicy.telemetry.batch import batch_metrics
+from nearpolicy.telemetry.events import Recorder
+
+if TYPE_CHECKING:
+    from nearpolicy.launch.inline import LearnerInThread
+    from nearpolicy.rollout_queue.queue import StalenessBoundedQueue
+    from nearpolicy.sync.publisher import Publisher
+
+
+@dataclass(eq=False)
+class Recovery:
+    """What it takes; of a run that is under way."""
+
+    config: RunConfig
+    folder: RunFolder
+    learner: LearnerInThread
+    publisher: Publisher
+    store: SqliteStore
+    telemetry: Recorder
+    say: Callable[[str], None]
+    warm_start: Callable[[], Awaitable[None]]
+    """Make version 0 of the learner's initial weights."""
+
+    async def take_up(self, found: Position) -> tuple[Position, int]:
+        """The learner as it was after ``found.steps``. One version goes to the generators, the newest that was due: its
+        number, and where the run stands now that groups of other weights have expired."""
+        begin, steps = time.monotonic(), found.steps
+        lineages = Lineages(found.branches)
+        with RunReader(self.folder.path) as run:
+            lines, counting = run.metrics(), lineages.counting(run.versions())
+        if any(line["step"] >= steps and "policy/loss" in line for line in lines):
+            self.telemetry.undo(steps)  # told of, and lost: they happen again
+        await self._settle_warm_start()
+        started = await self._load_checkpoint(steps, counting)
+        if not started and not self._warm_first:
+            await self.warm_start()
+        every = self.config.sync.weight_sync_steps
+        due = steps if steps == self.config.run.steps else steps // every * every
+        published = 0 if found.published is None else found.published.version
+        due = max(due, published, self.learner.inner.version)
+        logged = {line["step"] for line in lines if "policy/loss" in line or "batch/groups" in line}
+        stale = await self._learn_again(steps, lineages, counting, logged=logged, publish=due, ready=found.ready)
+        if stale:  # as in `found`: the attempts that came to nothing; the next ones are open already
+            ready = tuple(group for group in found.ready if group not in stale)
+            ended = tuple(group.admission for group in stale)
+            found = replace(found, ready=ready, unfinished=(*found.unfinished, *ended))
+        self.telemetry.event(
+            "learner", "resume", seconds=time.monotonic() - begin, version=steps, step=steps, checkpoint=started,
+            anew=len(found.unfinished),
+        )  # fmt: skip
+        self.say(
+            f"taken up at step {steps}: {'the beginning' if not started else f'checkpoint step-{started}'}, "
+            f"{count(steps - started, 'recorded step')} learned again; {count(len(found.ready), 'group')} wait for a "
+            f"step, {count(len(found.unfinished), 'group')} begin anew"
+        )
+        return found, due
+
+    async def roll_back(self, queue: StalenessBoundedQueue, version: int, reason: str) -> None:
+        """Undo the steps from ``version`` on; the decision is in the store before anything is done about it."""
+        begin = time.monotonic()
+        self.store.flush()
+        with RunReader(self.folder.path) as run:
+            before, versions = run.lineages, run.versions()
+            places = "SELECT count(*) FROM consumption WHERE place IS NOT NULL AND step < ?"
+            num_taken = run.query(places, version)[0][0]
+        branch = before.next(version + 1, ROLLBACK, reason)
+        stale = queue.roll_back(version, num_taken, f"{ROLLBACK}: {reason}")
+        self.store.branched(branch, stale)
+        self.store.flush()
+        self.telemetry.undo(version)
+        lineages = before.with_branch(branch)
+        counting = lineages.counting(versions)
+        if not await self._load_checkpoint(version, counting):
+            await self.learner.begin_anew()
+            await self.warm_start()
+        await self._learn_again(version, lineages, counting, logged=range(version), publish=version)
+        queue.retire(version)
+        self.telemetry.event(
+            "learner", "rollback", seconds=time.monotonic() - begin, version=version, step=version, reason=reason
+        )
+        self.say(
+            f"rolled back to step {version}, as lineage {branch.lineage}: {reason}; {count(len(stale), 'group')} that "
+            "waited for a step began anew"
+        )
+
+    def rollbacks(self) -> int:
+        """So far, in all lives of the run."""
+        self.store.flush()
+        with RunReader(self.folder.path) as run:
+            return sum(branch.kind == ROLLBACK for branch in run.branches())
+
+    @property
+    def _warm_first(self) -> bool:
+        """The reference is what the warm start makes, also where a checkpoint follows."""
+        return self.config.objective.reference == "initial"
+
+    async def _settle_warm_start(self) -> None:
+        if self._warm_first:
+            await self.warm_start()
+
+    async def _load_checkpoint(self, steps: int, counting: Mapping[int, VersionRecord]) -> int:
+        """Steps that the learner's weights contain then; 0 if no checkpoint serves."""
+        from nearpolicy.learner.checkpoint import load_checkpoint
+
+        for version, path in self._usable_checkpoints(steps):
+            try:
+                expected = {counting[version].fingerprint} if version in counting else set()
+                await self.learner.call(partial(load_checkpoint, self.learner.inner, path, expected=expected))
+                return self.learner.inner.version
+            except RunFolderError as error:
+                self.say(f"warning: {error}; going on from the one before it")
+        return 0
+
+    def _usable_checkpoints(self, steps: int) -> list[tuple[int, Path]]:
+        """By version, newest first; those of more steps than count are set aside."""
+        from nearpolicy.learner.checkpoint import checkpoints
+
+        found = checkpoints(self.folder.checkpoints)
+        for version, path in found:
+            if version > steps:
+                aside = path.with_name(f"undone-{path.name}-{time.time_ns()}")
+                path.rename(aside)
+                self.say(f"{path.name} is of steps that do not count; it is set aside as {aside.name}")
+        return [(version, path) for version, path in reversed(found) if version <= steps]
+
+    async def _learn_again(
+        self,
+        steps: int,
+        lineages: Lineages,
+        counting: Mapping[int, VersionRecord],
+        *,
+        logged: Container[int],
+        publish: int,
+        ready: Sequence[Group] = (),
+    ) -> list[Group]:
+        """Recorded batches up to ``steps``; the version ``publish`` goes to the generators. Where weights come out with
+        other bits than those recorded they get a lineage of their own; those of the ``ready`` groups that hold tokens
+        of the others are given back."""
+        learner, stale = self.learner.inner, []
+        with RunReader(self.folder.path) as run:
+            while True:
+                version = learner.version
+                if await self._differs(counting.get(version)):
+                    branch = lineages.next(version, REMADE, "recorded batches learned again gave other bits")
+                    stale = [group for group in ready if group.newest_version >= version]
+                    self.store.branched(branch, stale)
+                    lineages, counting = lineages.with_branch(branch), {}
+                    self.say(
+                        f"version {version} learned again is not the recorded one to the bit (another kind of "
+                        f"processor, or other package versions); going on as lineage {branch.lineage}"
+                    )
+                if version == publish:
+                    learner.lineage = lineages.of(version)
+                    await self._publish()
+                if version == steps:
+                    break
+                batch = run.batch(version)
+                batch = replace(batch, rows=assembled(self.config, batch.groups, version))
+                report = await self.learner.step(batch)
+                if version not in logged:
+                    self.telemetry.log_step(version, {**batch_metrics(batch), **report.metrics})
+        learner.lineage = lineages.newest
+        return stale
+
+    async def _differs(self, known: VersionRecord | None) -> bool:
+        """Whether the learner's weights are not those that were published as this version."""
+        if known is None:
+            return False
+        made = (await self.learner.weights(None)).record.fingerprint
+        if made != known.fingerprint and not known.version:
+            raise RunFolderError(
+                f"{self.folder.path} began with other weights than {self.config.model.path} holds now (fingerprints "
+                f"{known.fingerprint} and {made}). Restore the model, or begin a new run"
+            )
+        return made != known.fingerprint
+
+    async def _publish(self) -> None:
+        begin = time.monotonic()
+        record = await self.publisher.publish()
+        self.store.published(record, time.monotonic() - begin)
