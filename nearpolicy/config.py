@@ -255,6 +255,8 @@ def _objective_contradictions(config: RunConfig) -> Iterator[str]:
             f"sampling.num_generations={sampling.num_generations} leaves objective.advantage={objective.advantage} "
             f"nothing to compare with, every advantage would be 0; use at least {smallest}"
         )
+    if config.queue.replay is not None:
+        yield from _replay_contradictions(objective)
     if config.queue.soft_staleness is not None and objective.needs_annotations:
         yield (
             "queue.soft_staleness multiplies advantages before the learner sees them, and those of "
@@ -295,6 +297,25 @@ def _objective_contradictions(config: RunConfig) -> Iterator[str]:
         yield (
             f"objective.overlong_buffer={objective.overlong_buffer} is longer than "
             f"sampling.max_completion_length={sampling.max_completion_length}; lower it"
+        )
+
+
+def _replay_contradictions(objective: ObjectiveConfig) -> Iterator[str]:
+    if objective.correction == "none" and "correction" not in objective.parts["loss"].fixes:
+        yield (
+            "queue.replay trains tokens of much older weights, and objective.correction=none would weigh them as if "
+            "they were of now; choose a correction, or leave queue.replay out"
+        )
+    if objective.needs_annotations or not objective.by_group:
+        cause = next(
+            f"objective.{key}={getattr(objective, key)}"
+            for key in ("kl_in", "advantage", "scale_rewards")
+            if objective.needs_annotations or key != "kl_in"
+            if getattr(objective, key) in ("reward", "vtrace", "teacher", "gae", "reinforce_baseline", "batch")
+        )
+        yield (
+            f"queue.replay keeps the advantages that completions have in their group, and with {cause} they depend on "
+            "more than the group; change that, or leave queue.replay out"
         )
 
 

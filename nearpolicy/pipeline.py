@@ -19,6 +19,8 @@ from nearpolicy.telemetry.batch import batch_metrics, group_losses, step_times, 
 
 Assemble = Callable[[Sequence[Group], int], tuple[Row, ...]]
 """Groups of a step, and the step -> rows with reward-only advantages."""
+Again = Callable[[int], tuple[Sequence[Group], tuple[Row, ...]]]
+"""A step -> groups of earlier steps, and their rows to train once more in it."""
 AfterStep = Callable[[StepReport], Awaitable[int | None]]
 """Evaluation and checkpoints at their time; the step that comes next, which is an earlier one after a rollback; None
 ends the run."""
@@ -52,6 +54,7 @@ class Pipeline:
     num_slots: int
     weight_sync_steps: int = 1
     first_step: int = 0
+    again: Again = lambda step: ((), ())
     streaming: bool = False
     """The learner takes up the groups of a step as they come, not only when all are there."""
 
@@ -92,7 +95,14 @@ class Pipeline:
             if not groups:
                 break  # the data ended
             waited, rows = ahead.waited, (*ahead.rows, *self.assemble(groups[ahead.groups :], step))
-            batch = Batch(step=step, places=self.prompts_per_step, groups=tuple(groups), rows=rows)
+            replayed, old = self.again(step)
+            batch = Batch(
+                step=step,
+                places=self.prompts_per_step,
+                groups=tuple(groups),
+                rows=(*rows, *old),
+                replayed=tuple(replayed),
+            )
             report = await self.learner.step(batch)
             self.queue.complete(step)
             self.store.consumed(batch, report, token_fates(batch, report))

@@ -73,6 +73,8 @@ class Fate(enum.Enum):
     ABORTED = "aborted"
     LOST = "lost"
     """Admitted, but not stored when a process died; found at restart."""
+    REPLAYED = "replayed"
+    """Trained once more, in a later step; counted apart, beside the fate that the token has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,6 +292,8 @@ class Row:
     """[T] bool: the segment's mask without the tokens a rule excludes."""
     advantages: np.ndarray
     """[T] float32, 0 where ``trained`` is False."""
+    replayed: bool = False
+    """Of a group that an earlier step has used up."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "trained", read_only(self.trained, np.bool_))
@@ -305,7 +309,9 @@ class Batch:
     """Groups a step has room for; filtered and failed groups leave their place empty."""
     groups: tuple[Group, ...]
     rows: tuple[Row, ...]
-    """In (group index, sample, segment) order."""
+    """In (group index, sample, segment) order; behind them those of ``replayed``."""
+    replayed: tuple[Group, ...] = ()
+    """Groups of earlier steps whose successes are trained once more; they have no place."""
 
     @property
     def num_tokens(self) -> int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from nearpolicy.config import RunConfig
 from nearpolicy.errors import RunFolderError
-from nearpolicy.launch.rows import assembled
+from nearpolicy.launch.rows import as_learned
 from nearpolicy.launch.words import count
 from nearpolicy.records import REMADE, ROLLBACK, Group, Position, VersionRecord
 from nearpolicy.store.folder import RunFolder
@@ -180,8 +180,7 @@ class Recovery:
                     await self._publish()
                 if version == steps:
                     break
-                batch = run.batch(version)
-                batch = replace(batch, rows=assembled(self.config, batch.groups, version))
+                batch = as_learned(self.config, run.batch(version))
                 report = await self.learner.step(batch)
                 if version not in logged:
                     self.telemetry.log_step(version, {**batch_metrics(batch), **report.metrics})

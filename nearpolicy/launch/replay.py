@@ -11,14 +11,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from nearpolicy.errors import ConfigError, RunFolderError
-from nearpolicy.launch.rows import assembled
+from nearpolicy.launch.rows import as_learned
 
 if TYPE_CHECKING:
     from nearpolicy.config import RunConfig
@@ -127,8 +127,7 @@ class Replay:
         for step in range(steps):
             if self.difference is not None:
                 return
-            batch = self.run.batch(step)
-            batch = replace(batch, rows=assembled(self.config, batch.groups, step))
+            batch = as_learned(self.config, self.run.batch(step))
             report = self._there(self.learner.step, batch)
             if self.compares:
                 self._compare_metrics(step, report)

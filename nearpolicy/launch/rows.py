@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from nearpolicy.config import RunConfig
-from nearpolicy.records import Group, Row
+from nearpolicy.records import Batch, Group, Row
 
 
 def assembled(config: RunConfig, groups: Sequence[Group], step: int) -> tuple[Row, ...]:
@@ -29,6 +29,27 @@ def assembled(config: RunConfig, groups: Sequence[Group], step: int) -> tuple[Ro
         row if weights[row.group] == 1 else replace(row, advantages=row.advantages * np.float32(weights[row.group]))
         for row in rows
     )
+
+
+def replayed(config: RunConfig, groups: Sequence[Group]) -> tuple[Row, ...]:
+    """Rows of the successes of groups that earlier steps have used up, with the advantages of then."""
+    from nearpolicy.objectives.assign import assign_advantages
+
+    if not groups:
+        return ()
+    least, limit = config.queue.replay.min_reward, config.sampling.max_completion_length
+    rewards = {(g.index, r.sample): reward for g in groups for r, reward in zip(g.rollouts, g.rewards, strict=True)}
+    rows = assign_advantages(groups, config.objective, max_completion_length=limit)
+    succeeded = {key for key, reward in rewards.items() if reward is not None and reward >= least}
+    return tuple(
+        replace(row, replayed=True) for row in rows if (row.group, row.sample) in succeeded and row.advantages.any()
+    )
+
+
+def as_learned(config: RunConfig, batch: Batch) -> Batch:
+    """A recorded batch with the rows that this recipe makes of its groups."""
+    rows = (*assembled(config, batch.groups, batch.step), *replayed(config, batch.replayed))
+    return replace(batch, rows=rows)
 
 
 def age_weight(staleness: int, soft: int) -> float:

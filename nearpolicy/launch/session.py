@@ -29,6 +29,7 @@ from nearpolicy.launch.recovery import Recovery
 from nearpolicy.launch.resume import require_same_data
 from nearpolicy.launch.rows import assembled, left_out
 from nearpolicy.launch.sizes import versions
+from nearpolicy.launch.successes import Successes
 from nearpolicy.launch.watch import Watch
 from nearpolicy.launch.words import count, place
 from nearpolicy.machine import helpers_peak_memory_mb, peak_memory_mb
@@ -49,7 +50,7 @@ from nearpolicy.verifier.service import VerifierService
 
 if TYPE_CHECKING:
     from nearpolicy.environments.single_turn import Bounded
-    from nearpolicy.pipeline import Pipeline
+    from nearpolicy.pipeline import Again, Pipeline
     from nearpolicy.rollout_queue.queue import StalenessBoundedQueue
     from nearpolicy.store.schema import EvaluatedSample
 
@@ -228,6 +229,10 @@ class Session:
             on_event=partial(tell, "sync"),
         )
         self.evaluator = build.make_evaluator(config, self.language, generator, self.verifier)
+        self.successes: Again = lambda step: ((), ())
+        if config.queue.replay is not None:
+            self.successes = Successes(config, self.folder, self.store)
+            closing.callback(self.successes.close)
         self.recovery = Recovery(
             config, self.folder, self.learner, self.publisher, self.store, self.telemetry, self.say, self._warm_start
         )
@@ -347,6 +352,7 @@ class Session:
             prompts_per_step=limits.prompts_per_step,
             num_slots=config.num_slots,
             weight_sync_steps=config.sync.weight_sync_steps,
+            again=self.successes,
             streaming=config.learner.streaming and self.learner.inner.can_learn_ahead and limits.order == "admission",
         )
 

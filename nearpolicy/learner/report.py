@@ -10,7 +10,15 @@ import numpy as np
 
 from nearpolicy.learner.packing import Packed, targets_by_row
 from nearpolicy.learner.selection import as_used
-from nearpolicy.objectives.diagnostics import advantage_covariance, causes_of, mismatch, mismatch_by_cause
+from nearpolicy.objectives.diagnostics import (
+    REPLAYED,
+    advantage_covariance,
+    causes_of,
+    effective_sample_size,
+    log_ratios,
+    mismatch,
+    mismatch_by_cause,
+)
 from nearpolicy.objectives.objective import TokenLosses, TokenObjective, Tokens
 from nearpolicy.records import Row
 
@@ -49,7 +57,8 @@ class TokenStats:
         self.causes.append(causes)
         for i, here in targets_by_row(packed):
             segment = rows[i].segment
-            causes[here] = causes_of(segment.versions, segment.mask, version)[packed.position[here]]
+            found_here = causes_of(segment.versions, segment.mask, version)[packed.position[here]]
+            causes[here] = REPLAYED if rows[i].replayed else found_here
             self.kept[i] = np.zeros(len(rows[i].trained), dtype=bool)
             self.kept[i][packed.position[here]] = kept[here]
 
@@ -108,8 +117,12 @@ class StepTally:
             metrics["policy/grad_norm"] = float(np.mean(self.norms))
         if total.behavior:
             proximal, behavior, advantages = map(np.concatenate, (total.proximal, total.behavior, total.advantages))
-            metrics |= mismatch(proximal, behavior)
-            metrics |= mismatch_by_cause(proximal, behavior, np.concatenate(total.causes))
+            causes = np.concatenate(total.causes)
+            new = causes != REPLAYED
+            metrics |= mismatch(proximal[new], behavior[new])
+            metrics |= mismatch_by_cause(proximal[new], behavior[new], causes[new])
+            if not new.all():
+                metrics["replay/ess"] = effective_sample_size(log_ratios(proximal[~new], behavior[~new]))
             metrics["policy/advantage_logprob_covariance"] = advantage_covariance(proximal, advantages)
         return metrics
 

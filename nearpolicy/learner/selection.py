@@ -35,12 +35,14 @@ def as_used(row: Row, applied: np.ndarray, objective: TokenObjective) -> Row:
 
 
 def minibatches(batch: Batch, rows: Sequence[Row], count: int) -> list[list[int]]:
-    """Row indices of ``count`` equal parts of the step's places, in order."""
+    """Row indices of ``count`` equal parts of the step's places, in order; replayed groups are dealt out."""
     by_place = {group.index: place for place, group in enumerate(batch.groups)}
     per_part = batch.places / count
+    part_of = {index: int(place / per_part) for index, place in by_place.items()}
+    part_of |= {group.index: place % count for place, group in enumerate(batch.replayed)}
     parts: list[list[int]] = [[] for _ in range(count)]
     for i, row in enumerate(rows):
-        parts[int(by_place[row.group] / per_part)].append(i)
+        parts[part_of[row.group]].append(i)
     return parts
 
 

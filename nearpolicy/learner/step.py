@@ -511,7 +511,8 @@ class PolicyLearner:
 
     def _lag(self, rows: Sequence[Row], updates: int) -> dict[str, float]:
         """How far the oldest token is behind the weights that the last update, after ``updates`` others, began with."""
-        oldest = [int(row.segment.versions[row.trained].min()) for row in rows if row.trained.any()]
+        new = [row for row in rows if row.trained.any() and not row.replayed]
+        oldest = [int(row.segment.versions[row.trained].min()) for row in new]
         return {"staleness/updates_max": float(updates - self._updates_in[min(oldest)])} if oldest else {}
 
 

@@ -58,9 +58,10 @@ def mismatch_by_cause(
     return found
 
 
-FRESH, KEPT_KV, STALE = 0, 1, 2
+FRESH, KEPT_KV, STALE, REPLAYED = 0, 1, 2, 3
 """Of a token: its version is that of the proximal policy, and so is that of all before it in its sequence; its version
-is, but not that of all before it, whose keys and values were kept; its version is an older one."""
+is, but not that of all before it, whose keys and values were kept; its version is an older one; it is trained once
+more, in a later step than the one it was sampled for."""
 
 
 def causes_of(versions: np.ndarray, mask: np.ndarray, version: int) -> np.ndarray:

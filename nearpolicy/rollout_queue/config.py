@@ -30,6 +30,19 @@ def _longer_than_hopeless(others: Mapping[str, Any]) -> float:
     return (rounds + 0.5) * longest_rollout_s(others["rollout_timeout_s"], others["rollout_retries"])
 
 
+class ReplayConfig(ConfigModel):
+    """Section `queue.replay`: train successes of earlier steps once more, beside the groups of each step (arXiv
+    2507.07451)."""
+
+    share: float = Field(gt=0, le=1)
+    """Groups drawn from earlier steps for each group of a step; at least one, and none while there are none."""
+    min_reward: float
+    """A completion is a success from this reward on. Of a group that is drawn the successes are trained, with the
+    advantages that they have in their group; groups without spread have none."""
+    max_age: PositiveInt = 50
+    """Bound on the age of a group that is drawn: steps completed since the oldest weights among its tokens."""
+
+
 class QueueConfig(ConfigModel):
     """Section `queue`: groups between generation and training."""
 
@@ -66,6 +79,9 @@ class QueueConfig(ConfigModel):
     )
     """With `dynamic_sampling`: the groups of a step are sought among this many times `prompts_per_step` prompts. If
     they do not suffice the run saves its state and stops. 10 unless set."""
+    replay: ReplayConfig | None = None
+    """Train successes of earlier steps once more. Their tokens are counted apart (fate `replayed`), and they have their
+    own bound on age; `objective.correction` weighs them."""
     rollout_timeout_s: Seconds = 600.0
     """Bound on one attempt at a prompt, generation and verification together."""
     rollout_retries: int = Field(1, ge=0, le=100)

@@ -132,7 +132,7 @@ def _filled(store: Path, source: Path, manifest: Mapping[str, Any]) -> dict[str,
 
 
 def _name(table: str) -> str:
-    if table not in {*_TEXT, "steps", "consumption", "undone", "trained_rows", "fates"}:
+    if table not in {*_TEXT, "steps", "consumption", "undone", "replayed", "trained_rows", "fates"}:
         raise ValueError(f"no table of a run is called {table!r}")
     return table
 
@@ -225,7 +225,7 @@ def _read_jsonl(path: Path, table: str) -> Iterator[Row]:
             yield row
 
 
-_BLOBS = {"rollouts": {"payload"}, "verdicts": {"arrays"}, "trained_rows": {"payload"}}
+_BLOBS = {"rollouts": {"payload"}, "verdicts": {"arrays"}, "trained_rows": {"payload"}, "replayed": {"payload"}}
 _WRITE: Mapping[str, Callable[..., int]] = {"parquet": _write_parquet, "jsonl": _write_jsonl}
 _READ: Mapping[str, Callable[..., Iterator[Row]]] = {"parquet": _read_parquet, "jsonl": _read_jsonl}
 

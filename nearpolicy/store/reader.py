@@ -161,12 +161,15 @@ class RunReader:
         return [merged[step] for step in sorted(merged)]
 
     def ledger(self) -> dict[Fate, int]:
-        """Sampled tokens by fate; the values add up to all that was stored. Fates without tokens are left out."""
+        """Sampled tokens by fate; the values, but for those replayed, add up to all that was stored. Fates without
+        tokens are left out."""
         counts = {Fate(fate): n for fate, n in self._db.execute("SELECT fate, sum(tokens) FROM fates GROUP BY fate")}
         waiting = self._db.execute(
             "SELECT sum(sampled) FROM rollouts NATURAL LEFT JOIN endings WHERE ending IS NULL"
         ).fetchone()[0]
-        return counts | ({Fate.IN_FLIGHT: waiting} if waiting else {})
+        again = self._db.execute("SELECT sum(tokens) FROM replayed").fetchone()[0] if self._has("replayed") else 0
+        apart = {Fate.IN_FLIGHT: waiting, Fate.REPLAYED: again}
+        return counts | {fate: tokens for fate, tokens in apart.items() if tokens}
 
     # Prompts, groups, rollouts.
 
@@ -323,14 +326,31 @@ class RunReader:
             for rollout in group.rollouts
             for row in self._rows(group.index, rollout).values()
         ]
-        return Batch(step=step, places=found[0], groups=tuple(groups), rows=tuple(rows))
+        replayed, again = self._replayed(step)
+        return Batch(step=step, places=found[0], groups=tuple(groups), rows=(*rows, *again), replayed=replayed)
+
+    def _replayed(self, step: int) -> tuple[tuple[Group, ...], list[Row]]:
+        if not self._has("replayed"):
+            return (), []
+        query = "SELECT admission, attempt, sample, segment, payload FROM replayed WHERE step = ? ORDER BY ordinal"
+        groups: dict[int, Group] = {}
+        rows = []
+        for index, attempt, sample, place, payload in self._db.execute(query, (step,)).fetchall():
+            group = groups[index] = groups.get(index) or self.group(index, attempt)
+            segment = group.rollouts[sample].segments[place]
+            rows.append(Row(group=index, sample=sample, segment=segment, replayed=True, **decode_arrays(payload)))
+        return tuple(groups.values()), rows
+
+    def _has(self, table: str) -> bool:
+        """Whether the store is new enough for it."""
+        query = "SELECT 1 FROM sqlite_master WHERE name = ?"
+        return self._db.execute(query, (table,)).fetchone() is not None
 
     # Versions, events, evaluations.
 
     def branches(self) -> list[Branch]:
         """Of the weights, oldest first."""
-        there = self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'branches'").fetchone()
-        rows = self._db.execute("SELECT * FROM branches ORDER BY lineage" if there else BRANCHES_BEFORE)
+        rows = self._db.execute("SELECT * FROM branches ORDER BY lineage" if self._has("branches") else BRANCHES_BEFORE)
         return [Branch(**dict(row) | {"reason": decode_text(row["reason"])}) for row in rows]
 
     @property

@@ -23,7 +23,7 @@ SCHEMA_VERSION = 4
 """2: a group may have a greedy completion, a rollout with the sample -1. The tables are those of 1.
 3: an admission knows the place of its prompt in the order of the data, a version the digests of its tensors.
 4: branches of the weights, and steps that were rolled back."""
-BRANCHES = """
+ADDED_4 = """
 -- Lineages of weights but the first: versions before `first` are the parent's.
 CREATE TABLE branches (
     lineage INTEGER PRIMARY KEY,
@@ -42,6 +42,19 @@ CREATE TABLE undone (
     admission INTEGER PRIMARY KEY,
     attempt   INTEGER NOT NULL
 ) WITHOUT ROWID;
+
+-- Rows that a step trained once more, of groups that earlier steps had used up.
+CREATE TABLE replayed (
+    step      INTEGER NOT NULL REFERENCES steps,
+    ordinal   INTEGER NOT NULL,
+    admission INTEGER NOT NULL,
+    attempt   INTEGER NOT NULL,
+    sample    INTEGER NOT NULL,
+    segment   INTEGER NOT NULL,
+    tokens    INTEGER NOT NULL,          -- trained ones
+    payload   BLOB NOT NULL,             -- safetensors: trained, advantages
+    PRIMARY KEY (step, ordinal)
+) WITHOUT ROWID;
 """
 BRANCHES_BEFORE = (
     "SELECT lineage, lineage - 1 AS parent, min(version) AS first, 'remade' AS kind, x'' AS reason FROM versions "
@@ -51,7 +64,7 @@ BRANCHES_BEFORE = (
 MIGRATIONS = {
     1: "",
     2: "ALTER TABLE admissions ADD COLUMN prompt_index INTEGER; ALTER TABLE versions ADD COLUMN digests BLOB;",
-    3: f"{BRANCHES} INSERT INTO branches {BRANCHES_BEFORE};",
+    3: f"{ADDED_4} INSERT INTO branches {BRANCHES_BEFORE};",
 }
 """Schema -> what makes the next one of it; a run that goes on is brought up to date."""
 APPLICATION_ID = 0x4E524C50
@@ -61,7 +74,7 @@ CONSUMED = "consumed"
 """The ending of an admission whose group was used up by a step; every other ending is the value of a `Fate`."""
 
 SCHEMA = f"""
-{BRANCHES}
+{ADDED_4}
 -- Facts about the run as a whole: config, wall_anchor, packages. One JSON value per key.
 CREATE TABLE run (
     key   TEXT PRIMARY KEY,

@@ -367,7 +367,9 @@ class SqliteStore:
             by_group[index][sample] = of_sample
         for index, attempt in attempts.items():
             self._put_fates(index, attempt, by_group[index])
-        self._put_rows(batch.groups, report.rows or batch.rows)
+        rows = report.rows or batch.rows
+        self._put_rows(batch.groups, [row for row in rows if not row.replayed])
+        self._put_replayed(batch, [row for row in rows if row.replayed])
 
     def _put_consumption(self, step: int, place: int | None, index: int, attempt: int) -> None:
         self._end(index, attempt, CONSUMED, f"step {step}")
@@ -381,6 +383,16 @@ class SqliteStore:
                 "INSERT INTO trained_rows VALUES (?, ?, ?, ?)",
                 *(row.group, row.sample, _segment_index(groups[row.group], row)),
                 encode_arrays({"trained": row.trained, "advantages": row.advantages}),
+            )
+
+    def _put_replayed(self, batch: Batch, rows: Sequence[Row]) -> None:
+        groups = {group.index: group for group in batch.replayed}
+        for ordinal, row in enumerate(rows):
+            group = groups[row.group]
+            self._run(
+                "INSERT INTO replayed VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                *(batch.step, ordinal, row.group, group.admission.attempt, row.sample, _segment_index(group, row)),
+                *(int(row.trained.sum()), encode_arrays({"trained": row.trained, "advantages": row.advantages})),
             )
 
     def _put_discard(self, group: Group, fate: Fate, reason: str) -> None:
@@ -416,6 +428,7 @@ class SqliteStore:
             *(encode_text(reason), first),
         )
         self._run("DELETE FROM consumption WHERE step >= ?", first)
+        self._run("DELETE FROM replayed WHERE step >= ?", first)
         self._run("DELETE FROM steps WHERE step >= ?", first)
 
     def _put_lost(self, admissions: Iterable[Admission], reason: str) -> None:

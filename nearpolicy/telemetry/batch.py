@@ -14,6 +14,8 @@ def token_fates(batch: Batch, report: StepReport) -> dict[tuple[int, int], dict[
     """(admission index, sample) -> fate -> sampled tokens, for every rollout of the batch; the sums are exact."""
     fates: dict[tuple[int, int], dict[Fate, int]] = {}
     for row in report.rows or batch.rows:
+        if row.replayed:
+            continue
         counts = fates.setdefault((row.group, row.sample), {})
         trained = int(row.trained.sum())
         useful = int((row.trained & (row.advantages != 0)).sum())
@@ -54,6 +56,14 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "batch/groups": float(len(batch.groups)),
         "batch/tokens": float(sum(lengths)),
     }
+    if batch.replayed:
+        ages = [batch.step - group.oldest_version for group in batch.replayed]
+        metrics |= {
+            "replay/groups": float(len(batch.replayed)),
+            "replay/tokens": float(sum(int(row.trained.sum()) for row in batch.rows if row.replayed)),
+            "replay/age_mean": _mean(ages),
+            "replay/age_max": float(max(ages)),
+        }
     metrics |= integrity_metrics(batch)
     metrics |= {f"reward/{name}": _mean(values) for name, values in _by_source(batch).items()}
     metrics |= {f"verifier/{name}/failed_share": _mean(values) for name, values in _failures(batch).items()}

@@ -139,7 +139,7 @@ def test_an_older_store_is_read_and_brought_up_to_date_when_it_is_written_again(
         then.setattr(writer, "SCHEMA_VERSION", schema)
         SqliteStore.create(folder, config={}).close()
     old = sqlite3.connect(folder.store, isolation_level=None)
-    old.executescript("DROP TABLE branches; DROP TABLE undone;")
+    old.executescript("DROP TABLE branches; DROP TABLE undone; DROP TABLE replayed;")
     if schema < 3:
         old.executescript(
             "DROP TABLE admissions; DROP TABLE versions;"

@@ -1,0 +1,61 @@
+"""The second stream of a run: groups of earlier steps whose successes are trained once more (RLEP, arXiv 2507.07451).
+
+    store: groups that steps have used up, young enough, with successes and spread -> drawn by (seed, step)
+
+Which groups a step gets depends on the seed, the step and the groups of the steps before it, never on time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from nearpolicy.config import RunConfig
+from nearpolicy.launch.rows import replayed
+from nearpolicy.records import Group, Row
+from nearpolicy.store.folder import RunFolder
+from nearpolicy.store.reader import RunReader
+from nearpolicy.store.writer import SqliteStore
+
+_PURPOSE = 0x5EED0F01D
+"""Apart from the random numbers of anything else that a step draws."""
+
+
+class Successes:
+    """Draws them from the store of the run; call it with a step."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder, store: SqliteStore) -> None:
+        self._config = config
+        self._settings = config.queue.replay
+        self._store = store
+        self._run = RunReader(folder.path)
+        self._wanted = max(1, round(self._settings.share * config.queue.prompts_per_step))
+
+    def __call__(self, step: int) -> tuple[Sequence[Group], tuple[Row, ...]]:
+        self._store.flush()  # what the steps before have used up
+        there = self._candidates(step)
+        if not there:
+            return (), ()
+        numbers = np.random.Generator(np.random.Philox(key=[self._config.run.seed, _PURPOSE + step]))
+        chosen = numbers.choice(len(there), size=min(self._wanted, len(there)), replace=False)
+        groups = [self._run.group(*there[place]) for place in sorted(chosen)]
+        rows = replayed(self._config, groups)
+        with_rows = {row.group for row in rows}
+        return [group for group in groups if group.index in with_rows], rows
+
+    def _candidates(self, step: int) -> list[tuple[int, int]]:
+        """(admission, attempt) in the order in which steps used them up. No step before ``step - max_age`` could have
+        used a group of weights that are young enough."""
+        oldest = step - self._settings.max_age
+        rows = self._run.query(
+            "SELECT consumption.admission, consumption.attempt FROM consumption "
+            "JOIN groups USING (admission, attempt) JOIN rollouts USING (admission, attempt) "
+            "WHERE step >= ?1 AND place IS NOT NULL AND oldest >= ?1 AND sample >= 0 "
+            "GROUP BY ordinal HAVING max(reward) >= ?2 AND min(reward) < max(reward) ORDER BY ordinal",
+            *(oldest, self._settings.min_reward),
+        )
+        return [(index, attempt) for index, attempt in rows]
+
+    def close(self) -> None:
+        self._run.close()
