@@ -25,6 +25,7 @@ from nearpolicy.launch.words import count, expected_answer
 from nearpolicy.records import Finish, Outcome, Row, Segment, Verdict
 from nearpolicy.store.reader import RunReader, StoredRollout
 from nearpolicy.store.schema import EvaluatedSample, prompt_text
+from nearpolicy.telemetry.ledger import sampled_tokens
 from nearpolicy.visible import visible
 
 
@@ -145,7 +146,7 @@ def _nothing_found(run: RunReader, step: int | None, group: int | None, sample: 
 
 def _overview(run: RunReader) -> Text:
     ledger = run.ledger()
-    total = sum(ledger.values())
+    total = sampled_tokens(ledger)
     fates = ", ".join(f"{fate.value} {tokens:,}" for fate, tokens in sorted(ledger.items(), key=lambda kv: -kv[1]))
     head = Text(f"{visible(run.name)}\n", style="bold")
     head.append(f"{count(len(run.steps()), 'step')}, {count(total, 'sampled token')}\n", style="not bold")

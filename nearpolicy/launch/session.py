@@ -583,6 +583,7 @@ class Session:
         with RunReader(self.folder.path) as run:
             lines = run.metrics()
             ledger = dict(run.ledger().items())
+            lost = run.query("SELECT count(*) FROM endings WHERE ending = ?", Fate.LOST.value)[0][0]
             alarms = [event.numbers.get("text", event.numbers["metric"]) for event in run.events("alarm")]
         config = self.config
         summary = {
@@ -602,6 +603,8 @@ class Session:
             "isolation": kept_in.isolation if (kept_in := self.verifier.isolation) is not None else None,
             "held_out": {"before": before, "after": after},
             "ledger": {fate.value: ledger.get(fate, 0) for fate in Fate},
+            "lost_groups": lost,
+            "steps_s": round(sum(line.get("time/step_s") or 0.0 for line in lines), 2),
             "staleness": {"mean": _mean(lines, "staleness/mean"), "max": _largest(lines, "staleness/max")},
             "mismatch": {
                 "mean": _mean(lines, "mismatch/logprob_diff_mean"),

@@ -141,6 +141,8 @@ def closing_words(summary: Mapping[str, Any]) -> str:
     """The few lines a person reads at the end."""
     from nearpolicy.evaluate.metrics import wilson_interval
     from nearpolicy.launch.words import count
+    from nearpolicy.records import Fate
+    from nearpolicy.telemetry.ledger import ledger_table
 
     steps = count(summary["steps"], "step")
     if summary.get("resumed_after"):
@@ -163,4 +165,6 @@ def closing_words(summary: Mapping[str, Any]) -> str:
                 f"held out {when + ':':<7} {found['accuracy']:.1%} ({found['correct']} of {found['count']}, "
                 f"95 % interval {low:.1%} to {high:.1%}){passes}{missing}"
             )
+    ledger = {Fate(name): tokens for name, tokens in summary["ledger"].items()}
+    lines += ledger_table(ledger, lost_groups=summary["lost_groups"], seconds=summary["steps_s"])
     return "\n".join(lines)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from nearpolicy.records import Event, Fate
 from nearpolicy.store.schema import prompt_text
+from nearpolicy.telemetry.ledger import sampled_tokens
 from nearpolicy.telemetry.report_page import Chart, escape, page, shown
 
 if TYPE_CHECKING:
@@ -364,7 +365,7 @@ def _cards(
         cards.append(("wall time", _duration(summary["wall_s"]), "training"))
         cards.append(("peak memory", f"{summary['peak_memory_mb'] / 1024:.1f} GB", "this process"))
     ledger = run.ledger()
-    sampled = sum(ledger.values())
+    sampled = sampled_tokens(ledger)
     trained = ledger.get(Fate.TRAINED, 0)
     if sampled:
         cards.append(("sampled tokens", f"{sampled:,}", f"{trained / sampled:.0%} trained"))
@@ -407,7 +408,7 @@ def _duration(seconds: float) -> str:
 
 
 def _ledger_table(ledger: Mapping[Fate, int]) -> str:
-    total = sum(ledger.values())
+    total = sampled_tokens(ledger)
     if not total:
         return ""
     rows = [
@@ -415,10 +416,15 @@ def _ledger_table(ledger: Mapping[Fate, int]) -> str:
         f"<td class=num>{ledger[fate] / total:.1%}</td>"
         f"<td class=bar><i style='width:{100 * ledger[fate] / total:.2f}%'></i></td></tr>"
         for fate in sorted(ledger, key=lambda fate: -ledger[fate])
+        if fate is not Fate.REPLAYED
     ]
     head = "<tr><th>fate<th class=num>tokens<th class=num>share<th></tr>"
+    apart = ""
+    if again := ledger.get(Fate.REPLAYED):
+        apart = f"<tr><td>replayed</td><td class=num>{again:,}</td><td>once more<td></tr>"
     return (
-        f"<table>{head}{''.join(rows)}<tr class=sum><td>sampled</td><td class=num>{total:,}</td><td><td></tr></table>"
+        f"<table>{head}{''.join(rows)}<tr class=sum><td>sampled</td><td class=num>{total:,}</td><td><td></tr>{apart}"
+        "</table>"
     )
 
 
