@@ -93,10 +93,10 @@ METRICS: Mapping[str, str] = {
     "replay/age_mean": "mean age of those groups, in steps since the oldest weights among their tokens",
     "replay/age_max": "the largest age among them",
     "replay/ess": "effective sample size of the ratios proximal / behaviour over their computed tokens, as a share",
-    "ledger/<fate>_tokens": "sampled tokens with this fate since the start of the run; all but `replayed` add up to what "
-    "was sampled and stored",
-    "ledger/sampled_per_trained": "sampled tokens for each one that was trained with an advantage, since the start: what "
-    "a token that moves the weights costs",
+    "ledger/<fate>_tokens": "sampled tokens with this fate since the start of the run; all but `replayed` add up to "
+    "what was sampled and stored",
+    "ledger/sampled_per_trained": "sampled tokens for each one that was trained with an advantage, since the start: "
+    "what a token that moves the weights costs",
     "staleness/mean": "mean staleness of the consumed groups, in steps",
     "staleness/max": "largest staleness among the consumed groups, in steps",
     "staleness/updates_max": "largest lag of a token behind the weights it trained, in updates",
