@@ -33,7 +33,7 @@ from nearpolicy.store.schema import SCHEMA
 from nearpolicy.store.writer import SqliteStore
 
 SAMPLES, TOKENS, BATCH = 8, 100, 64
-TABLES = ("admissions", "groups", "rollouts", "verdicts")
+TABLES = ("admissions", "groups", "rollouts", "verdicts", "payloads")
 
 
 def a_group(index: int) -> Group:
