@@ -25,14 +25,18 @@ def position_of(run: RunReader) -> Position:
     def one(sql: str, *values: Any) -> Any:
         return run.query(sql, *values)[0][0]
 
-    versions = run.versions()
-    published = versions[-1] if versions else None
+    published = run.last_version()
     contained = 0 if published is None else published.version
     last = run.query("SELECT admission FROM consumption ORDER BY ordinal DESC LIMIT 1")
     last_consumed = last[0][0] if last else None
-    ended = dict(run.query("SELECT ending, count(*) FROM admissions NATURAL JOIN endings GROUP BY ending"))
+    ended = dict(
+        run.query(
+            "SELECT ending, count(*) FROM endings NATURAL JOIN admissions WHERE ending <> 'consumed' GROUP BY ending"
+        )
+    )
     filtered = run.query(
-        "SELECT admission, reason FROM admissions NATURAL JOIN endings WHERE ending = ? AND admission > ?",
+        "SELECT admission, reason FROM endings NATURAL JOIN admissions WHERE ending = ? AND ending <> 'consumed' "
+        "AND admission > ?",
         *(Fate.FILTERED.value, -1 if last_consumed is None else last_consumed),
     )
     left = run.unfinished()

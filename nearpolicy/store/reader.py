@@ -212,7 +212,10 @@ class RunReader:
 
     def ended_as(self, fate: Fate) -> list[Admission]:
         """Admissions whose last attempt ended so."""
-        query = "SELECT admissions.* FROM admissions NATURAL JOIN endings WHERE ending = ? ORDER BY admission"
+        query = (
+            "SELECT admissions.* FROM endings NATURAL JOIN admissions WHERE ending = ? AND ending <> 'consumed' "
+            "ORDER BY admission"
+        )
         return [_admission(row) for row in self._db.execute(query, (fate.value,))]
 
     def is_filled(self, admission: Admission) -> bool:
@@ -416,6 +419,13 @@ class RunReader:
         """Published weights, oldest first, without their digests."""
         query = "SELECT lineage, version, updates, fingerprint, parent FROM versions ORDER BY lineage, version"
         return [VersionRecord(**dict(row)) for row in self._db.execute(query)]
+
+    def last_version(self) -> VersionRecord | None:
+        """The newest of the newest lineage."""
+        columns = "lineage, version, updates, fingerprint, parent"
+        query = f"SELECT {columns} FROM versions ORDER BY lineage DESC, version DESC LIMIT 1"
+        row = self._db.execute(query).fetchone()
+        return None if row is None else VersionRecord(**dict(row))
 
     def digests(self, record: VersionRecord) -> dict[str, str]:
         """Tensor -> digest of published weights; empty if the run was recorded before they were kept."""

@@ -48,10 +48,12 @@ CREATE TABLE moved (
 ) WITHOUT ROWID;
 """
 """Tables that schema 4 has more than 3."""
+_ENDINGS_BY_KIND = "CREATE INDEX endings_by_kind ON endings (ending) WHERE ending <> 'consumed';"
+"""Few groups end otherwise, and a resume asks for these alone."""
 MIGRATIONS = {
     1: "",
     2: "ALTER TABLE admissions ADD COLUMN prompt_index INTEGER; ALTER TABLE versions ADD COLUMN digests BLOB;",
-    3: PAYLOADS,
+    3: PAYLOADS + _ENDINGS_BY_KIND,
 }
 """Schema -> what makes the next one of it; a run that goes on is brought up to date."""
 APPLICATION_ID = 0x4E524C50
@@ -153,6 +155,7 @@ CREATE TABLE endings (
     reason    BLOB NOT NULL,             -- text
     PRIMARY KEY (admission, attempt)
 ) WITHOUT ROWID;
+{_ENDINGS_BY_KIND}
 
 -- Tokens of a rollout by what became of them. A stored rollout without rows here is in flight.
 CREATE TABLE fates (
