@@ -13,8 +13,10 @@ Promises
 
     call -> bounded queue -> thread: BEGIN, apply each call, COMMIT
 
-One commit serves all calls that wait (group commit). If one of them fails, all are rolled back and those before it are
-applied again: a savepoint for each would cost every commit what only the last one needs.
+One commit serves all calls that wait (group commit). Whoever flushes while the thread rests commits in its place, which
+spares the two waking each other; while another program holds the database, only the thread waits for it. If a call
+fails, its commit is rolled back, and the calls before it are applied again: a savepoint for each would cost every
+commit what only the last one needs.
 """
 
 from __future__ import annotations
@@ -60,10 +62,12 @@ from nearpolicy.waits import waiting
 _MAX_PER_COMMIT = 512
 _FULL = 2
 """SQLite's number for ``synchronous = FULL``."""
+_BUSY_S = 30.0
+"""How long another program may hold the database."""
 _LINGER_S = 0.02
 """How long a commit waits for company. Only calls that nobody flushes for can be lost in it."""
 DURABLE_WITHIN_S = 0.08
-"""What is committed is pressed onto the disk at least this often: with the wait for company, 100 ms after it was said."""
+"""What is committed is pressed onto the disk this often: with the wait for company, 100 ms after it was said."""
 
 
 class SqliteStore:
@@ -101,7 +105,9 @@ class SqliteStore:
         self._durable_at: float | None = None
         """When what is committed and not yet on the disk has to be there; None if all of it is."""
         self._closed = False
-        self._gate = threading.Lock()
+        self._gate, self._turn = threading.Lock(), threading.Lock()
+        """Held by whoever says something, and by whoever takes calls and commits them."""
+        connection.execute("PRAGMA busy_timeout = 0")  # `_begin` waits, or does not
         self._thread = threading.Thread(target=self._write, name=f"store {folder.name}", daemon=True)
         self._thread.start()
         self._mover = retention and Mover(
@@ -216,12 +222,12 @@ class SqliteStore:
 
     def flush(self, *, durable: bool = False) -> None:
         """Returns when everything said so far is committed; ``durable``: and survives a power cut."""
-        done = _Signal()
-        self._say(done)
-        since = time.monotonic()
         with waiting("the run", "the store to commit"):
-            while not done.wait(0.1):
-                self._check(since)
+            if not self._commit_here():
+                done, since = _Signal(), time.monotonic()
+                self._say(done)
+                while not done.wait(0.1):
+                    self._check(since)
         self._check()
         if durable:
             self._press()
@@ -236,7 +242,11 @@ class SqliteStore:
                 return
             self._closed = True
         self._wake.set()
-        self._thread.join()
+        since = time.monotonic()
+        while self._thread.is_alive():
+            self._thread.join(0.1)
+            if self._error is None:
+                self._check(since)
         self._db.close()
         self._lock.close()
         self._check()
@@ -251,8 +261,7 @@ class SqliteStore:
 
     def _say(self, call: Callable[[], None] | _Signal) -> None:
         with self._gate:  # no call slips in behind the one that closes
-            if self._closed:
-                raise NearpolicyError(f"the store of {self.folder.path} is closed; nothing more can be recorded")
+            self._require_open()
             if self._error is not None or len(self._calls) >= self._max_pending:
                 self._wait_for_room()
             self._calls.append(call)
@@ -261,6 +270,10 @@ class SqliteStore:
                 self._wake.set()
             elif self._asleep or len(self._calls) == self._enough:
                 self._wake.set()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise NearpolicyError(f"the store of {self.folder.path} is closed; nothing more can be recorded")
 
     def _wait_for_room(self) -> None:
         since = time.monotonic()
@@ -309,20 +322,52 @@ class SqliteStore:
         in a full queue."""
         going = True
         while going:
-            calls = self._gather()
-            self._room.set()
-            self._commit([call for call in calls if type(call) is not _Signal])
-            for call in calls:
-                if type(call) is _Signal:
-                    call.set()
+            self._wait_for_calls()
+            with self._turn:
+                self._commit_waiting(patient=True)
             going = bool(self._calls) or not self._closed
             self._make_durable(now=not going)
+
+    def _commit_here(self) -> bool:
+        """All that waits is committed by this thread, unless the writer's is at it or the database is not to be had."""
+        with self._gate:
+            self._require_open()
+        if not self._turn.acquire(blocking=False):
+            return False
+        try:
+            was_durable = self._durable_at is None
+            while self._calls:
+                if not self._commit_waiting(patient=False):
+                    return False
+            if was_durable and self._durable_at is not None:
+                self._wake.set()  # the thread sees to that
+        except BaseException as error:  # Ctrl-C: calls may be taken and not applied, so that no later one may be
+            self._error = self._error or error
+            raise
+        finally:
+            self._turn.release()
+        return True
+
+    def _commit_waiting(self, *, patient: bool) -> bool:
+        """The next commit, by whoever has the turn; False, and nothing done, if another program holds the database."""
+        self._hurry = False  # before the calls are taken: whoever says so later wakes the thread again
+        calls = [self._calls.popleft() for _ in range(min(len(self._calls), _MAX_PER_COMMIT))]
+        if self._calls:
+            self._hurry = True
+        self._room.set()
+        if not self._commit([call for call in calls if type(call) is not _Signal], patient):
+            self._calls.extendleft(reversed(calls))
+            return False
+        for call in calls:
+            if type(call) is _Signal:
+                call.set()
+        return True
 
     def _make_durable(self, *, now: bool) -> None:
         if self._durable_at is None or not (now or time.monotonic() >= self._durable_at):
             return
+        self._durable_at = None  # before: what is committed meanwhile has to be pressed again
         self._press()
-        self._durable_at = None
 
     def _press(self) -> None:
         """What is committed onto the disk."""
@@ -333,9 +378,9 @@ class SqliteStore:
             finally:
                 os.close(log)
 
-    def _gather(self) -> list[Callable[[], None] | _Signal]:
-        """The calls of the next commit: all that wait, when somebody waits for the commit, or they have had time for
-        company. None if nothing comes until what is committed has to be durable, or a first call after a pause."""
+    def _wait_for_calls(self) -> None:
+        """Until somebody waits for the commit, or the calls that are there have had time for company; or what is
+        committed has to be durable."""
         until = time.monotonic() + _LINGER_S
         while not (self._hurry or self._closed or len(self._calls) >= self._enough):
             if not self._wake.wait(self._time_left(until)):
@@ -346,21 +391,18 @@ class SqliteStore:
             if not (self._calls or self._closed):
                 self._wake.wait(self._time_left(None))
             self._asleep = False
-            return []
-        self._hurry = False  # before the calls are taken: whoever says so later wakes this thread again
-        calls = [self._calls.popleft() for _ in range(min(len(self._calls), _MAX_PER_COMMIT))]
-        if self._calls:
-            self._hurry = True
-        return calls
+            if self._calls:
+                self._wait_for_calls()
 
     def _time_left(self, until: float | None) -> float | None:
         """Until then, or until what is committed has to be durable."""
         ends = [moment for moment in (until, self._durable_at) if moment is not None]
         return max(0.0, min(ends) - time.monotonic()) if ends else None
 
-    def _commit(self, calls: Sequence[Callable[[], None]]) -> None:
+    def _commit(self, calls: Sequence[Callable[[], None]], patient: bool = True) -> bool:
+        """False if it has to wait for another program and is not ``patient``."""
         if self._error is not None or not calls:
-            return  # later calls must not be stored without the one that failed
+            return True  # later calls must not be stored without the one that failed
         applied = 0
         try:
             if _identity(self.folder.store) != self._identity:
@@ -368,7 +410,8 @@ class SqliteStore:
                     f"{self.folder.path} was removed or replaced while the run wrote it; what it has recorded is lost. "
                     "Start the run again, and leave its folder alone"
                 )
-            self._db.execute("BEGIN IMMEDIATE")
+            if not self._begin(patient):
+                return False
             for call in calls:
                 call()
                 applied += 1
@@ -380,6 +423,21 @@ class SqliteStore:
             self._error = error
             with contextlib.suppress(sqlite3.Error):
                 self._keep(calls[:applied])
+        return True
+
+    def _begin(self, patient: bool) -> bool:
+        until = time.monotonic() + _BUSY_S
+        while True:
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+                return True
+            except sqlite3.OperationalError as error:
+                is_busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY  # the rest says in which way
+                if not is_busy or (patient and time.monotonic() > until):
+                    raise
+                if not patient:
+                    return False
+                time.sleep(0.01)
 
     def _keep(self, calls: Sequence[Callable[[], None]]) -> None:
         """Of a commit that failed, the calls before the one at fault. A full disk may have no room for these either."""
@@ -387,7 +445,7 @@ class SqliteStore:
             return
         if self._db.in_transaction:
             self._db.execute("ROLLBACK")
-        self._db.execute("BEGIN IMMEDIATE")
+        self._begin(patient=True)
         try:
             for call in calls:
                 call()
@@ -609,7 +667,7 @@ def _connect(path: Path, sync: str) -> sqlite3.Connection:
     if sync not in ("normal", "full"):
         raise ValueError(f"store.sync is {sync!r}; use normal or full")
     # Transactions are begun and ended by hand; the thread that uses the connection is not the one that makes it.
-    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30.0)
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=_BUSY_S)
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute(f"PRAGMA synchronous = {sync.upper()}")
     return connection
