@@ -1,6 +1,7 @@
 """What the durable record costs: groups a second against raw SQLite, and a run of a million rollouts.
 
     python -m benchmarks.store [--quick] [--rollouts 1000000]
+    python -m benchmarks.store --overhead recipes/tiny.yaml [section.key=value]     see benchmarks/store_overhead.py
 
 Groups of 8 rollouts x 100 tokens with one verdict each, in WAL mode and ``synchronous = NORMAL``. Raw: the same rows,
 in bytes that are ready, by one thread that waits for each commit (single) or commits 64 groups at a time (batched).
@@ -33,7 +34,7 @@ from nearpolicy.store.schema import SCHEMA
 from nearpolicy.store.writer import SqliteStore
 
 SAMPLES, TOKENS, BATCH = 8, 100, 64
-TABLES = ("admissions", "groups", "rollouts", "verdicts")
+TABLES = ("admissions", "groups", "rollouts", "verdicts", "payloads")
 
 
 def a_group(index: int) -> Group:
@@ -190,7 +191,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two pairs instead of five")
     parser.add_argument("--rollouts", type=int, default=1_000_000)
+    parser.add_argument(
+        "--overhead", type=Path, metavar="RECIPE", help="run this and say what its record cost, no more"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for the recipe of --overhead")
     arguments = parser.parse_args()
+    if arguments.overhead is not None:
+        from benchmarks.store_overhead import overhead
+
+        print(json.dumps(overhead(arguments.overhead, arguments.overrides)))
+        return
     rollouts = min(100_000, arguments.rollouts) if arguments.quick else arguments.rollouts
     with tempfile.TemporaryDirectory() as folder:
         result = {"comparisons": compared(Path(folder), 2 if arguments.quick else 5, 256)}

@@ -228,6 +228,7 @@ def contradictions(config: RunConfig) -> Iterator[str]:
     yield from _objective_contradictions(config)
     yield from _critic_contradictions(config)
     yield from _task_contradictions(config)
+    yield from _retention_contradictions(config)
     yield from _idle_settings(config)
     yield from _out_of_range(config.model_dump(), ())
 
@@ -370,6 +371,22 @@ def _out_of_range(value: Any, path: tuple[Any, ...]) -> Iterator[str]:
         yield f"{'.'.join(map(str, path))} is {_shown(value)}; use at most {LARGEST_WHOLE:,}"
     elif isinstance(value, float) and value and not SMALLEST <= abs(value) <= LARGEST:
         yield f"{'.'.join(map(str, path))} is {value:g}; use 0 or something between {SMALLEST:g} and {LARGEST:g}"
+
+
+def _retention_contradictions(config: RunConfig) -> Iterator[str]:
+    store, steps = config.store, config.store.retention_steps
+    if steps is None:
+        return
+    if not config.checkpoint.every:
+        yield (
+            f"store.retention: {store.retention} could never act: with checkpoint.every=0 a resume learns all recorded "
+            "steps again, so that the payloads of all of them must stay. Set checkpoint.every, or store.retention: keep"
+        )
+    elif steps >= config.run.steps:
+        yield (
+            f"store.retention_steps={steps} never ends in a run of run.steps={config.run.steps} steps, so that "
+            f"store.retention: {store.retention} has no effect; lower it, or set store.retention: keep"
+        )
 
 
 def _idle_settings(config: RunConfig) -> Iterator[str]:

@@ -173,7 +173,7 @@ class Rollout:
 
     @property
     def num_sampled(self) -> int:
-        return sum(segment.num_sampled for segment in self.segments)
+        return sum([segment.num_sampled for segment in self.segments])
 
     @property
     def oldest_version(self) -> int | None:
@@ -264,8 +264,12 @@ class Group:
     @property
     def oldest_version(self) -> int:
         """Smallest version among all tokens of `everything`; the version at admission if there is none."""
-        oldest = [v for v in (rollout.oldest_version for rollout in self.everything) if v is not None]
-        return min(oldest, default=self.admission.version)
+        segments = [segment for rollout in self.everything for segment in rollout.segments]
+        if not segments:
+            return self.admission.version
+        mask = np.concatenate([segment.mask for segment in segments])
+        versions = np.concatenate([segment.versions for segment in segments])[mask]
+        return int(versions.min()) if len(versions) else self.admission.version
 
     @property
     def newest_version(self) -> int:

@@ -257,6 +257,16 @@ def test_run_is_named_after_the_recipe_unless_it_has_a_name(load):
         (["warm_start.learning_rate=1e-3"], ["warm_start.learning_rate=0.001", "set warm_start.steps"]),
         (["warm_start.batch_size=4"], ["warm_start.batch_size=4", "set warm_start.steps"]),
         (["checkpoint.keep_last=3"], ["checkpoint.keep_last=3", "set checkpoint.every"]),
+        (["store.retention=drop"], ["store.retention: drop", "store.retention_steps"]),
+        (["store.retention_steps=3"], ["store.retention_steps=3", "store.retention: keep"]),
+        (
+            ["store.retention=parquet", "store.retention_steps=3"],
+            ["store.retention: parquet could never act", "checkpoint.every=0", "Set checkpoint.every"],
+        ),
+        (
+            ["store.retention=drop", "store.retention_steps=9", "run.steps=9", "checkpoint.every=1"],
+            ["store.retention_steps=9", "run.steps=9", "store.retention: drop has no effect"],
+        ),
         (["verifier.in_process=true"], ["verifier.in_process=true", "no reward is a function"]),
         (["warm_start.steps=5", "tasks.0.answer_column=null"], ["warm_start.steps=5", "tasks.0.answer_column"]),
         (["objective.loss=pg", "objective.clip_high=0.3"], ["objective.clip_high=0.3", "objective.loss=pg"]),

@@ -114,7 +114,8 @@ def rollout_as_json(item: StoredRollout) -> dict[str, Any]:
         "prompt_id": prompt.id,
         "prompt": prompt.text if prompt.text is not None else [dict(message) for message in prompt.messages or ()],
         "completion": item.rollout.text,
-        "finish_reason": item.rollout.finish.value,
+        "finish_reason": None if item.is_dropped else item.rollout.finish.value,
+        "tokens_dropped": item.is_dropped,
         "prompt_ids": [segment.context_ids.tolist() for segment in segments],
         "completion_ids": [segment.token_ids.tolist() for segment in segments],
         "completion_mask": [segment.mask.astype(int).tolist() for segment in segments],
@@ -189,6 +190,8 @@ def _remarks(verdict: Verdict) -> str:
 
 def _segment_table(item: StoredRollout) -> Table:
     table = Table.grid(padding=(0, 2))
+    if item.is_dropped:
+        table.add_row(Text("tokens", style="dim"), Text("dropped (store.retention: drop)"))
     several = len(item.rollout.segments) > 1
     for place, segment in enumerate(item.rollout.segments):
         read, sampled = count(len(segment.context_ids), "prompt token"), f"{segment.num_sampled:,} sampled"

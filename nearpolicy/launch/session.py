@@ -37,6 +37,7 @@ from nearpolicy.records import Fate, Position, StepReport
 from nearpolicy.store.folder import RunFolder, create_run_folder, remove_run
 from nearpolicy.store.position import position_of
 from nearpolicy.store.reader import RunReader
+from nearpolicy.store.retention import Retention
 from nearpolicy.store.writer import SqliteStore
 from nearpolicy.telemetry.events import Recorder
 from nearpolicy.telemetry.health import HEALTH, GradientNorms
@@ -150,7 +151,13 @@ class Session:
             return
         # The store before all else: its lock decides which of two runs has the folder, and the other writes nothing.
         try:
-            self.store = SqliteStore.create(self.folder, config=plain, packages=self.packages, sync=config.store.sync)
+            self.store = SqliteStore.create(
+                self.folder,
+                config=plain,
+                packages=self.packages,
+                sync=config.store.sync,
+                retention=Retention.of(config.store),
+            )
         except RunFolderError:
             if made:
                 with contextlib.suppress(OSError):  # unless somebody else has put something in
@@ -163,7 +170,8 @@ class Session:
 
     def _reopen_records(self, closing: AsyncExitStack, plain: dict[str, Any]) -> None:
         """Those of the run that goes on. What was under way when it ended is lost, and begins anew."""
-        self.store = SqliteStore.open(self.folder, sync=self.config.store.sync)
+        settings = self.config.store
+        self.store = SqliteStore.open(self.folder, sync=settings.sync, retention=Retention.of(settings))
         closing.push(_unless_failed(self.store.close))
         with RunReader(self.folder.path) as run:
             self.position = position_of(run)
@@ -515,11 +523,11 @@ class Session:
             await self.learner.call(save_weights, self.learner.inner, path)
 
     async def _save(self) -> None:
-        from nearpolicy.learner.checkpoint import save_checkpoint
+        from nearpolicy.learner.checkpoint import checkpoints, save_checkpoint
 
         if self.learner.inner.version == 0 and not self.config.warm_start.steps:
             return  # the model that the run was given
-        self.store.flush()  # a checkpoint is never ahead of the store
+        self.store.flush(durable=True)  # a checkpoint is never ahead of the store, after a power cut neither
         save = partial(
             save_checkpoint,
             self.learner.inner,
@@ -531,6 +539,7 @@ class Session:
         )
         with self.telemetry.span("learner", "checkpoint", step=self.learner.inner.version):
             path = await self.learner.call(save)
+        self.store.checkpointed(checkpoints(self.folder.checkpoints)[0][0])
         self.say(f"checkpoint: {place(path)}")
 
     def _accuracies(self) -> dict[int, float]:

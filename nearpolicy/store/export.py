@@ -16,31 +16,27 @@ import base64
 import json
 import shutil
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from nearpolicy.errors import RunFolderError, described
 from nearpolicy.store.folder import create_run_folder, finite
+from nearpolicy.store.parquet import Row, read_rows, table_schema, write_rows
 from nearpolicy.store.reader import RunReader, StoredRollout
 from nearpolicy.store.schema import APPLICATION_ID, BRANCHES_BEFORE, MIGRATIONS, SCHEMA, SCHEMA_VERSION, prompt_text
 
 FORMATS = ("parquet", "jsonl")
 BESIDE = ("config.yaml", "metrics.jsonl", "summary.json")
-_AT_A_TIME = 512
 _TEXT = {
     "run": {"value"}, "admissions": {"task", "prompt"}, "groups": {"failure"}, "rollouts": {"text"},
     "verdicts": {"source", "parts", "reason"}, "endings": {"reason"}, "events": {"numbers"}, "versions": {"digests"},
     "evaluations": {"task", "prompt", "text"}, "branches": {"reason"},
 }  # fmt: skip
 """Blobs that are UTF-8 with surrogates passed through."""
-_ARROW = {"INTEGER": pa.int64(), "REAL": pa.float64(), "TEXT": pa.string(), "BLOB": pa.binary()}
-
-Row = Mapping[str, Any]
 
 
 def export_run(run_dir: Path, out: Path, form: str = "parquet") -> dict[str, int]:
@@ -52,7 +48,7 @@ def export_run(run_dir: Path, out: Path, form: str = "parquet") -> dict[str, int
     draft = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(draft, ignore_errors=True)
     try:
-        with RunReader(run_dir) as run:
+        with RunReader(run_dir) as run, run.snapshot():
             (draft / "tables").mkdir(parents=True)
             counts = {}
             for table, columns in _columns(run).items():
@@ -132,7 +128,17 @@ def _filled(store: Path, source: Path, manifest: Mapping[str, Any]) -> dict[str,
 
 
 def _name(table: str) -> str:
-    if table not in {*_TEXT, "steps", "consumption", "undone", "replayed", "trained_rows", "fates"}:
+    if table not in {
+        *_TEXT,
+        "steps",
+        "consumption",
+        "undone",
+        "replayed",
+        "trained_rows",
+        "fates",
+        "payloads",
+        "moved",
+    }:
         raise ValueError(f"no table of a run is called {table!r}")
     return table
 
@@ -147,41 +153,23 @@ def _columns(run: RunReader) -> dict[str, dict[str, str]]:
 
 
 def _rows_of(run: RunReader, table: str) -> Iterator[Row]:
-    for row in run.each(f"SELECT * FROM {table}"):
+    """Payloads that were moved to files stand in the table again; of dropped ones the row says that they were."""
+    kept = "WHERE file IS NULL" if table == "moved" else ""
+    for row in run.each(f"SELECT * FROM {table} {kept}"):
         yield dict(row)
+    if table == "payloads":
+        yield from run.moved_payloads()
 
 
 # Parquet
 
 
 def _write_parquet(path: Path, table: str, columns: Mapping[str, str], rows: Iterator[Row]) -> int:
-    schema = pa.schema([(name, _ARROW[kind]) for name, kind in columns.items()])
-    return _write_batches(path, schema, rows)
-
-
-def _write_batches(path: Path, schema: pa.Schema, rows: Iterable[Row]) -> int:
-    total = 0
-    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-        for part in _batches(rows):
-            writer.write_batch(pa.RecordBatch.from_pylist(part, schema=schema))
-            total += len(part)
-    return total
-
-
-def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    part: list[Row] = []
-    for row in rows:
-        part.append(row)
-        if len(part) == _AT_A_TIME:
-            yield part
-            part = []
-    if part:
-        yield part
+    return sum(write_rows(path, table_schema(columns), rows))
 
 
 def _read_parquet(path: Path, table: str) -> Iterator[Row]:
-    for part in pq.ParquetFile(path).iter_batches(batch_size=_AT_A_TIME):
-        yield from part.to_pylist()
+    return read_rows(path)
 
 
 # JSONL
@@ -225,7 +213,10 @@ def _read_jsonl(path: Path, table: str) -> Iterator[Row]:
             yield row
 
 
-_BLOBS = {"rollouts": {"payload"}, "verdicts": {"arrays"}, "trained_rows": {"payload"}, "replayed": {"payload"}}
+_BLOBS = {
+    "rollouts": {"payload"}, "verdicts": {"arrays"}, "trained_rows": {"payload"}, "payloads": {"payload"},
+    "replayed": {"payload"},
+}  # fmt: skip
 _WRITE: Mapping[str, Callable[..., int]] = {"parquet": _write_parquet, "jsonl": _write_jsonl}
 _READ: Mapping[str, Callable[..., Iterator[Row]]] = {"parquet": _read_parquet, "jsonl": _read_jsonl}
 
@@ -247,7 +238,7 @@ _ROLLOUT = pa.schema(
 def _write_rollouts(run: RunReader, path: Path, form: str) -> None:
     rows = (_for_people(item) for item in run.rollouts())
     if form == "parquet":
-        _write_batches(path, _ROLLOUT, rows)
+        write_rows(path, _ROLLOUT, rows)
         return
     with path.open("w", encoding="ascii") as file:
         for row in rows:

@@ -6,6 +6,7 @@
         metrics.jsonl   one strict JSON object per line
         trace.json      the time line of the first steps for Perfetto, if telemetry.profile asks for it
         checkpoints/    weights and training state by step
+        payloads/       tokens of earlier steps, with store.retention: parquet
         weights/        version-N.safetensors of every published version, with run.keep_versions
         report.html     written on demand
         summary.json    written at the end
@@ -75,6 +76,13 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def payloads(self) -> Path:
+        return self.path / "payloads"
+
+    def moved_payloads(self, number: int) -> Path:
+        return self.payloads / f"{number}.parquet"
 
     @property
     def weights(self) -> Path:

@@ -9,7 +9,7 @@ A rollback opens a lineage, and so does a run that is taken up and learns record
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from nearpolicy.records import Branch, VersionRecord
 
@@ -37,6 +37,15 @@ class Lineages:
         while (branch := self._branches.get(lineage)) is not None and version < branch.first:
             lineage = branch.parent
         return lineage
+
+    def stretches(self) -> Iterator[tuple[int, int, int | None]]:
+        """(lineage, first, last) of the versions that count, newest first; the newest one has no last."""
+        lineage, last = self.newest, None
+        while (branch := self._branches.get(lineage)) is not None:
+            yield lineage, branch.first, last
+            last = branch.first - 1 if last is None else min(last, branch.first - 1)
+            lineage = branch.parent
+        yield lineage, 0, last
 
     def counts(self, lineage: int, version: int) -> bool:
         return self.of(version) == lineage

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nearpolicy.records import Admission, Fate, Position
-from nearpolicy.store.lineages import Lineages
 from nearpolicy.store.payload import decode_text
 
 if TYPE_CHECKING:
@@ -27,16 +26,19 @@ def position_of(run: RunReader) -> Position:
         return run.query(sql, *values)[0][0]
 
     steps = one("SELECT count(*) FROM steps")
-    branches = run.branches()
-    counting = Lineages(branches).counting(run.versions())
     # A kill may have come between a rollback and its publication: then newer ones do not count any more.
-    published = counting.get(max((version for version in counting if version <= steps), default=-1))
+    published = run.last_version(steps)
     contained = 0 if published is None else published.version
     last = run.query("SELECT admission FROM consumption ORDER BY ordinal DESC LIMIT 1")
     last_consumed = last[0][0] if last else None
-    ended = dict(run.query("SELECT ending, count(*) FROM admissions NATURAL JOIN endings GROUP BY ending"))
+    ended = dict(
+        run.query(
+            "SELECT ending, count(*) FROM endings NATURAL JOIN admissions WHERE ending <> 'consumed' GROUP BY ending"
+        )
+    )
     filtered = run.query(
-        "SELECT admission, reason FROM admissions NATURAL JOIN endings WHERE ending = ? AND admission > ?",
+        "SELECT admission, reason FROM endings NATURAL JOIN admissions WHERE ending = ? AND ending <> 'consumed' "
+        "AND admission > ?",
         *(Fate.FILTERED.value, -1 if last_consumed is None else last_consumed),
     )
     left = run.unfinished()
@@ -44,7 +46,7 @@ def position_of(run: RunReader) -> Position:
     return Position(
         steps=steps,
         published=published,
-        branches=tuple(branches),
+        branches=tuple(run.branches()),
         next_index=one("SELECT coalesce(max(admission), -1) + 1 FROM admissions"),
         num_prompts=one("SELECT coalesce(max(coalesce(prompt_index, admission)), -1) + 1 FROM admissions"),
         ready=tuple(run.group(admission.index, admission.attempt) for admission in ready),

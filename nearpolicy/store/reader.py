@@ -1,7 +1,8 @@
 """`RunReader`: the one way every tool reads a run, while it is being written and afterwards.
 
 It holds no state beyond a read-only connection: each call sees what was committed when it was made. Groups, batches and
-rollouts come back as the records that were written, arrays bit for bit.
+rollouts come back as the records that were written, arrays bit for bit, also where `store.retention` has moved these to
+Parquet. Where it has dropped them, texts, rewards, verdicts and fates are there, and what needs tokens says so.
 
     with RunReader("runs/demo-1") as run:
         for item in run.rollouts(step=3):
@@ -10,12 +11,14 @@ rollouts come back as the records that were written, arrays bit for bit.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sqlite3
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +36,31 @@ from nearpolicy.records import (
     Prompt,
     Rollout,
     Row,
+    Segment,
     Verdict,
     VersionRecord,
 )
 from nearpolicy.store.folder import RunFolder
 from nearpolicy.store.lineages import Lineages
-from nearpolicy.store.payload import PayloadError, decode_arrays, decode_json, decode_segments, decode_text, encode_text
-from nearpolicy.store.schema import APPLICATION_ID, BRANCHES_BEFORE, SCHEMA_VERSION, EvaluatedSample
+from nearpolicy.store.moved import MovedPayloads
+from nearpolicy.store.payload import (
+    PayloadError,
+    decode_arrays,
+    decode_group,
+    decode_json,
+    decode_rows,
+    decode_segments,
+    decode_text,
+    encode_text,
+)
+from nearpolicy.store.schema import (
+    APPLICATION_ID,
+    BRANCHES_BEFORE,
+    SCHEMA_VERSION,
+    SEGMENTS,
+    TRAINED,
+    EvaluatedSample,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +102,8 @@ class StoredRollout:
     """Tokens by what became of them; all `Fate.IN_FLIGHT` until the group has ended."""
     rows: Mapping[int, Row]
     """By segment: what the learner trained on."""
+    is_dropped: bool = False
+    """`store.retention` has dropped its tokens: it has no segments and no rows here."""
 
     @property
     def is_baseline(self) -> bool:
@@ -94,6 +117,7 @@ class RunReader:
     def __init__(self, run_dir: str | Path) -> None:
         self.folder = RunFolder(Path(run_dir))
         self._db = check_store(self.folder)
+        self._moved = MovedPayloads(self.folder)
 
     def close(self) -> None:
         self._db.close()
@@ -165,11 +189,21 @@ class RunReader:
         tokens are left out."""
         counts = {Fate(fate): n for fate, n in self._db.execute("SELECT fate, sum(tokens) FROM fates GROUP BY fate")}
         waiting = self._db.execute(
-            "SELECT sum(sampled) FROM rollouts NATURAL LEFT JOIN endings WHERE ending IS NULL"
+            "SELECT sum(sampled) FROM (SELECT admission, attempt FROM groups EXCEPT SELECT admission, attempt FROM "
+            "endings) JOIN rollouts USING (admission, attempt)"
         ).fetchone()[0]
         again = self._db.execute("SELECT sum(tokens) FROM replayed").fetchone()[0] if self._has("replayed") else 0
         apart = {Fate.IN_FLIGHT: waiting, Fate.REPLAYED: again}
         return counts | {fate: tokens for fate, tokens in apart.items() if tokens}
+
+    @contextlib.contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """Inside, all that is asked is answered from one state of a run that may be going on."""
+        self._db.execute("BEGIN")
+        try:
+            yield
+        finally:
+            self._db.execute("ROLLBACK")
 
     # Prompts, groups, rollouts.
 
@@ -194,7 +228,10 @@ class RunReader:
 
     def ended_as(self, fate: Fate) -> list[Admission]:
         """Admissions whose last attempt ended so."""
-        query = "SELECT admissions.* FROM admissions NATURAL JOIN endings WHERE ending = ? ORDER BY admission"
+        query = (
+            "SELECT admissions.* FROM endings NATURAL JOIN admissions WHERE ending = ? AND ending <> 'consumed' "
+            "ORDER BY admission"
+        )
         return [_admission(row) for row in self._db.execute(query, (fate.value,))]
 
     def is_filled(self, admission: Admission) -> bool:
@@ -210,8 +247,15 @@ class RunReader:
         """As `query`, one row at a time in memory."""
         yield from self._db.execute(sql)
 
+    def moved_payloads(self) -> Iterator[dict[str, Any]]:
+        """Rows as those of the table `payloads`, of what lies in files."""
+        query = "SELECT admission, attempt, what, file, part FROM moved WHERE file IS NOT NULL ORDER BY file, part"
+        for *key, file, part in self._db.execute(query) if self._has_payloads else ():
+            payload = self._moved.read(file, part, tuple(key))
+            yield dict(zip(("admission", "attempt", "what", "payload"), (*key, payload), strict=True))
+
     def group(self, index: int, attempt: int | None = None) -> Group:
-        """The group as it was filled; by default of the last attempt."""
+        """The group as it was filled; by default of the last attempt. `RunFolderError` if its tokens were dropped."""
         row = self._db.execute(
             "SELECT attempt, version, failure FROM groups WHERE admission = ? AND attempt = coalesce(?, attempt) "
             "ORDER BY attempt DESC",
@@ -224,14 +268,21 @@ class RunReader:
         everything = self._db.execute(query, (index, attempt)).fetchall()
         stored = [row for row in everything if row["sample"] != BASELINE]
         verdicts = self._verdicts(index, attempt)
+        if self.is_dropped(index, attempt):
+            raise RunFolderError(
+                f"the tokens of group {index} (attempt {attempt}) of {self.folder.path} were dropped, as its setting "
+                "store.retention: drop asks; texts, rewards and fates are there (nearpolicy inspect). Runs with "
+                "store.retention: parquet or keep can be read and trained again"
+            )
+        segments = self._segments(index, attempt)
         baselines = [
-            Baseline(rollout=_rollout(row), verdicts=verdicts[BASELINE], reward=row["reward"])
+            Baseline(rollout=_rollout(row, segments), verdicts=verdicts[BASELINE], reward=row["reward"])
             for row in everything
             if row["sample"] == BASELINE
         ]
         return Group(
             admission=replace(self.admission(index), version=version, attempt=attempt),
-            rollouts=tuple(_rollout(row) for row in stored),
+            rollouts=tuple(_rollout(row, segments) for row in stored),
             verdicts=tuple(verdicts[row["sample"]] for row in stored),
             rewards=tuple(row["reward"] for row in stored),
             failure=None if failure is None else decode_text(failure),
@@ -248,37 +299,84 @@ class RunReader:
     ) -> Iterator[StoredRollout]:
         """Rollouts by group and sample: those a step used up, of a group, of a place in it (`BASELINE` for the greedy
         completion), or all."""
+        asked = {"step": _bindable(step), "admission": _bindable(group), "sample": _bindable(sample)}
+        where = " AND ".join([f"{name} = :{name}" for name, value in asked.items() if value is not None] or ["true"])
+        tables = "rollouts" if step is None else "consumption CROSS JOIN rollouts USING (admission, attempt)"
         keys = self._db.execute(
-            "SELECT admission, attempt, sample FROM rollouts NATURAL LEFT JOIN consumption "
-            "WHERE (?1 IS NULL OR step = ?1) AND (?2 IS NULL OR admission = ?2) AND (?3 IS NULL OR sample = ?3) "
-            "ORDER BY admission, attempt, sample LIMIT coalesce(?4, -1)",
-            tuple(map(_bindable, (step, group, sample, limit))),
+            f"SELECT admission, attempt, sample FROM {tables} WHERE {where} "
+            "ORDER BY admission, attempt, sample LIMIT coalesce(:limit, -1)",
+            asked | {"limit": _bindable(limit)},
         ).fetchall()
-        return (self._stored_rollout(*key) for key in keys)
+        by_group = groupby(keys, key=lambda key: (key["admission"], key["attempt"]))
+        return chain.from_iterable(self._stored_rollouts(*key, {row["sample"] for row in of}) for key, of in by_group)
 
-    def _stored_rollout(self, index: int, attempt: int, sample: int) -> StoredRollout:
-        key = (index, attempt, sample)
-        row = self._db.execute(
-            "SELECT rollouts.*, groups.version, ending, reason, step FROM rollouts "
-            "JOIN groups USING (admission, attempt) LEFT JOIN endings USING (admission, attempt) "
-            "LEFT JOIN consumption USING (admission, attempt) "
-            "WHERE admission = ? AND attempt = ? AND sample = ?",
+    def _stored_rollouts(self, index: int, attempt: int, samples: Collection[int]) -> Iterator[StoredRollout]:
+        key = (index, attempt)
+        group = self._db.execute(
+            "SELECT groups.version, ending, reason, step FROM groups LEFT JOIN endings USING (admission, attempt) "
+            "LEFT JOIN consumption USING (admission, attempt) WHERE admission = ? AND attempt = ?",
             key,
         ).fetchone()
-        rollout = _rollout(row)
-        query = "SELECT fate, tokens FROM fates WHERE admission = ? AND attempt = ? AND sample = ?"
-        fates = {Fate(fate): tokens for fate, tokens in self._db.execute(query, key)}
-        return StoredRollout(
-            admission=replace(self.admission(index), version=row["version"], attempt=attempt),
-            rollout=rollout,
-            verdicts=self._verdicts(index, attempt)[sample],
-            reward=row["reward"],
-            ending=row["ending"],
-            reason="" if row["reason"] is None else decode_text(row["reason"]),
-            step=row["step"],
-            fates=fates if row["ending"] else {Fate.IN_FLIGHT: rollout.num_sampled},
-            rows=self._rows(index, rollout) if row["step"] is not None else {},
-        )
+        fates: dict[int, dict[Fate, int]] = defaultdict(dict)
+        query = "SELECT sample, fate, tokens FROM fates WHERE admission = ? AND attempt = ?"
+        for sample, fate, tokens in self._db.execute(query, key):
+            fates[sample][Fate(fate)] = tokens
+        is_dropped = self.is_dropped(index, attempt)
+        segments = {} if is_dropped else self._segments(index, attempt)
+        rows = {} if is_dropped or group["step"] is None else self._rows(index, attempt, segments)
+        verdicts = self._verdicts(index, attempt)
+        admission = replace(self.admission(index), version=group["version"], attempt=attempt)
+        query = "SELECT * FROM rollouts WHERE admission = ? AND attempt = ? ORDER BY sample"
+        for row in self._db.execute(query, key).fetchall():
+            if row["sample"] in samples:
+                yield StoredRollout(
+                    admission=admission,
+                    rollout=_rollout(row, segments),
+                    verdicts=verdicts[row["sample"]],
+                    reward=row["reward"],
+                    ending=group["ending"],
+                    reason="" if group["reason"] is None else decode_text(group["reason"]),
+                    step=group["step"],
+                    fates=fates[row["sample"]] if group["ending"] else {Fate.IN_FLIGHT: row["sampled"]},
+                    rows=rows.get(row["sample"], {}),
+                    is_dropped=is_dropped,
+                )
+
+    def is_dropped(self, index: int, attempt: int) -> bool:
+        """Whether `store.retention` has dropped the tokens of this group."""
+        return self._whereabouts(index, attempt, SEGMENTS) == (None, None)
+
+    def _whereabouts(self, index: int, attempt: int, what: str) -> tuple[int | None, int | None] | None:
+        """File and part that a payload was moved to; None for one that was not."""
+        if not self._has_payloads:
+            return None
+        query = "SELECT file, part FROM moved WHERE admission = ? AND attempt = ? AND what = ?"
+        row = self._db.execute(query, (index, attempt, what)).fetchone()
+        return None if row is None else tuple(row)
+
+    @property
+    def _has_payloads(self) -> bool:
+        """Schema 4; a run that goes on may become one of it while it is read."""
+        return self._db.execute("PRAGMA user_version").fetchone()[0] >= 4
+
+    def _payload(self, index: int, attempt: int, what: str) -> bytes | None:
+        """None if there is none, or it was dropped."""
+        if not self._has_payloads:
+            return None
+        query = "SELECT payload FROM payloads WHERE admission = ? AND attempt = ? AND what = ?"
+        row = self._db.execute(query, (index, attempt, what)).fetchone()
+        if row is not None:
+            return row[0]
+        file, part = self._whereabouts(index, attempt, what) or (None, None)
+        return None if file is None else self._moved.read(file, part, (index, attempt, what))
+
+    def _segments(self, index: int, attempt: int) -> dict[int, tuple[Segment, ...]]:
+        """Sample -> its segments."""
+        payload = self._payload(index, attempt, SEGMENTS)
+        if payload is not None:
+            return decode_group(payload)
+        query = "SELECT sample, payload FROM rollouts WHERE admission = ? AND attempt = ?"  # of an older schema
+        return {sample: decode_segments(data) for sample, data in self._db.execute(query, (index, attempt)) if data}
 
     def _verdicts(self, index: int, attempt: int) -> dict[int, dict[str, Verdict]]:
         query = "SELECT * FROM verdicts WHERE admission = ? AND attempt = ? ORDER BY sample, position"
@@ -294,13 +392,17 @@ class RunReader:
             )
         return found
 
-    def _rows(self, index: int, rollout: Rollout) -> dict[int, Row]:
-        """What was trained of one rollout, by segment."""
-        query = "SELECT segment, payload FROM trained_rows WHERE admission = ? AND sample = ? ORDER BY segment"
-        return {
-            place: Row(group=index, sample=rollout.sample, segment=rollout.segments[place], **decode_arrays(payload))
-            for place, payload in self._db.execute(query, (index, rollout.sample))
-        }
+    def _rows(self, index: int, attempt: int, segments: Mapping[int, tuple[Segment, ...]]) -> dict[int, dict[int, Row]]:
+        """Sample -> segment -> what was trained of it."""
+        payload = self._payload(index, attempt, TRAINED)
+        query = "SELECT sample, segment, payload FROM trained_rows WHERE admission = ?"  # of an older schema
+        older = self._db.execute(query, (index,)) if payload is None else ()
+        found = {(sample, place): decode_arrays(data) for sample, place, data in older}
+        found |= {} if payload is None else decode_rows(payload)
+        rows: dict[int, dict[int, Row]] = defaultdict(dict)
+        for (sample, place), arrays in sorted(found.items()):
+            rows[sample][place] = Row(group=index, sample=sample, segment=segments[sample][place], **arrays)
+        return rows
 
     # Steps.
 
@@ -320,12 +422,11 @@ class RunReader:
         if found is None:
             raise KeyError(f"{self.folder.path} has no step {step}")
         groups = [self.group(c.admission, c.attempt) for c in self.consumption(step) if c.place is not None]
-        rows = [
-            row
-            for group in sorted(groups, key=lambda group: group.index)
-            for rollout in group.rollouts
-            for row in self._rows(group.index, rollout).values()
-        ]
+        rows = []
+        for group in sorted(groups, key=lambda group: group.index):
+            segments = {rollout.sample: rollout.segments for rollout in group.rollouts}
+            of_group = self._rows(group.index, group.admission.attempt, segments)
+            rows += [row for sample in sorted(of_group) for row in of_group[sample].values()]
         replayed, again = self._replayed(step)
         return Batch(step=step, places=found[0], groups=tuple(groups), rows=(*rows, *again), replayed=replayed)
 
@@ -361,6 +462,18 @@ class RunReader:
         """Published weights, oldest first, without their digests."""
         query = "SELECT lineage, version, updates, fingerprint, parent FROM versions ORDER BY lineage, version"
         return [VersionRecord(**dict(row)) for row in self._db.execute(query)]
+
+    def last_version(self, steps: int) -> VersionRecord | None:
+        """The newest that counts and contains no more than so many steps."""
+        query = (
+            "SELECT lineage, version, updates, fingerprint, parent FROM versions "
+            "WHERE lineage = ? AND version BETWEEN ? AND ? ORDER BY version DESC LIMIT 1"
+        )
+        for lineage, first, last in self.lineages.stretches():
+            row = self._db.execute(query, (lineage, first, steps if last is None else min(last, steps))).fetchone()
+            if row is not None:
+                return VersionRecord(**dict(row))
+        return None
 
     def digests(self, record: VersionRecord) -> dict[str, str]:
         """Tensor -> digest of published weights; empty if the run was recorded before they were kept."""
@@ -496,10 +609,10 @@ def _admission(row: sqlite3.Row) -> Admission:
     )
 
 
-def _rollout(row: sqlite3.Row) -> Rollout:
+def _rollout(row: sqlite3.Row, segments: Mapping[int, tuple[Segment, ...]]) -> Rollout:
     return Rollout(
         sample=row["sample"],
-        segments=decode_segments(row["payload"]),
+        segments=segments.get(row["sample"], ()),
         text=decode_text(row["text"]),
         numerics=row["numerics"],
         lineage=row["lineage"],

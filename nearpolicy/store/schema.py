@@ -5,10 +5,12 @@ Columns marked *text* are blobs of UTF-8 with surrogates passed through: what a 
 surrogates, and SQLite's own text type is safe for neither. Columns marked *JSON* are blobs for the same reason (see
 `nearpolicy.store.payload`).
 
-    admissions --+-- groups -- rollouts -- verdicts
-                 |                 +------ fates           the sum of a rollout's fates is what it sampled
+    admissions --+-- groups --+-- rollouts -- verdicts
+                 |            |       +------ fates        the sum of a rollout's fates is what it sampled
+                 |            +-- payloads                 its arrays: segments, and rows as a step trained them
+                 |            +-- moved                    that they are in a Parquet file now, or were dropped
                  +-- endings                               one row: every attempt at an admission ends exactly once
-                 +-- consumption -- trained_rows           which group filled which place of which step, with advantages
+                 +-- consumption                           which group filled which place of which step
     steps, versions, branches, evaluations, events, run    `steps` and `consumption` hold what counts;
                                                            `undone` what was rolled back
 """
@@ -22,8 +24,10 @@ from nearpolicy.records import Prompt
 SCHEMA_VERSION = 4
 """2: a group may have a greedy completion, a rollout with the sample -1. The tables are those of 1.
 3: an admission knows the place of its prompt in the order of the data, a version the digests of its tensors.
-4: branches of the weights, and steps that were rolled back."""
-ADDED_4 = """
+4: the arrays of a group are one payload, which may be moved out of the database; branches of the weights, steps that
+were rolled back, groups that were trained once more. What an older schema has written stays where it is: in
+`rollouts.payload` and `trained_rows`, which stay empty for new groups."""
+BRANCHES = """
 -- Lineages of weights but the first: versions before `first` are the parent's.
 CREATE TABLE branches (
     lineage INTEGER PRIMARY KEY,
@@ -61,20 +65,46 @@ BRANCHES_BEFORE = (
     "WHERE lineage > 0 GROUP BY lineage"
 )
 """Those of a run that was recorded before the table was there."""
+PAYLOADS = """
+-- Arrays of a group, as one safetensors container each (see payload.py). `what`: segments, or trained: the rows of
+-- the step that used it up.
+CREATE TABLE payloads (
+    admission INTEGER NOT NULL,
+    attempt   INTEGER NOT NULL,
+    what      TEXT NOT NULL,
+    payload   BLOB NOT NULL,
+    PRIMARY KEY (admission, attempt, what)
+);
+
+-- Where payloads went that are not in `payloads` any more (`store.retention`): to the row group `part` of the file
+-- payloads/FILE.parquet in the run folder; NULL: nowhere.
+CREATE TABLE moved (
+    admission INTEGER NOT NULL,
+    attempt   INTEGER NOT NULL,
+    what      TEXT NOT NULL,
+    file      INTEGER,
+    part      INTEGER,
+    PRIMARY KEY (admission, attempt, what)
+) WITHOUT ROWID;
+"""
+_ENDINGS_BY_KIND = "CREATE INDEX endings_by_kind ON endings (ending) WHERE ending <> 'consumed';"
+"""Few groups end otherwise, and a resume asks for these alone."""
 MIGRATIONS = {
     1: "",
     2: "ALTER TABLE admissions ADD COLUMN prompt_index INTEGER; ALTER TABLE versions ADD COLUMN digests BLOB;",
-    3: f"{ADDED_4} INSERT INTO branches {BRANCHES_BEFORE};",
+    3: f"{BRANCHES} INSERT INTO branches {BRANCHES_BEFORE}; {PAYLOADS} {_ENDINGS_BY_KIND}",
 }
 """Schema -> what makes the next one of it; a run that goes on is brought up to date."""
 APPLICATION_ID = 0x4E524C50
 """Marks the file as ours ("NRLP") for `file` and for the reader."""
 
+SEGMENTS, TRAINED = "segments", "trained"
+"""What a payload is: the segments of all rollouts of a group, or the rows that its step trained."""
 CONSUMED = "consumed"
 """The ending of an admission whose group was used up by a step; every other ending is the value of a `Fate`."""
 
 SCHEMA = f"""
-{ADDED_4}
+{BRANCHES}
 -- Facts about the run as a whole: config, wall_anchor, packages. One JSON value per key.
 CREATE TABLE run (
     key   TEXT PRIMARY KEY,
@@ -112,10 +142,10 @@ CREATE TABLE rollouts (
     sampled   INTEGER NOT NULL,          -- tokens the policy chose: what the fates add up to
     reward    REAL,                      -- NULL: nothing scored it
     text      BLOB NOT NULL,             -- text
-    payload   BLOB NOT NULL,             -- segments, see payload.py
+    payload   BLOB NOT NULL,             -- empty; its segments if schema 3 or older wrote it
     PRIMARY KEY (admission, attempt, sample)
 );
-
+{PAYLOADS}
 CREATE TABLE verdicts (
     admission INTEGER NOT NULL,
     attempt   INTEGER NOT NULL,
@@ -149,7 +179,7 @@ CREATE TABLE consumption (
 );
 CREATE INDEX consumption_by_step ON consumption (step, ordinal);
 
--- What a learner trained on: one row per segment of a batch.
+-- What a learner trained on, if schema 3 or older wrote it: one row per segment of a batch.
 CREATE TABLE trained_rows (
     admission INTEGER NOT NULL,
     sample    INTEGER NOT NULL,
@@ -165,6 +195,7 @@ CREATE TABLE endings (
     reason    BLOB NOT NULL,             -- text
     PRIMARY KEY (admission, attempt)
 ) WITHOUT ROWID;
+{_ENDINGS_BY_KIND}
 
 -- Tokens of a rollout by what became of them. A stored rollout without rows here is in flight.
 CREATE TABLE fates (

@@ -11,9 +11,12 @@ Promises
 - A folder that is removed or replaced while it is written ends the run: what went into it since can be read by nobody.
 - I2 is checked before a commit: each attempt at an admission ends once, and a rollout's fates add up to its tokens.
 
-    call -> bounded queue -> thread: BEGIN, (SAVEPOINT, apply, RELEASE) per call, COMMIT
+    call -> bounded queue -> thread: BEGIN, apply each call, COMMIT
 
-One commit serves all calls that wait (group commit).
+One commit serves all calls that wait (group commit). Whoever flushes while the thread rests commits in its place, which
+spares the two waking each other; while another program holds the database, only the thread waits for it. If a call
+fails, its commit is rolled back, and the calls before it are applied again: a savepoint for each would cost every
+commit what only the last one needs.
 """
 
 from __future__ import annotations
@@ -21,11 +24,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,24 +51,50 @@ from nearpolicy.records import (
     VersionRecord,
 )
 from nearpolicy.store.folder import RunFolder
-from nearpolicy.store.payload import decode_json, encode_arrays, encode_json, encode_segments, encode_text
-from nearpolicy.store.schema import APPLICATION_ID, CONSUMED, MIGRATIONS, SCHEMA, SCHEMA_VERSION, EvaluatedSample
+from nearpolicy.store.payload import (
+    decode_json,
+    encode_arrays,
+    encode_group,
+    encode_json,
+    encode_rows,
+    encode_text,
+)
+from nearpolicy.store.retention import Moved, Mover, Retention, clear_unknown_files
+from nearpolicy.store.schema import (
+    APPLICATION_ID,
+    CONSUMED,
+    MIGRATIONS,
+    SCHEMA,
+    SCHEMA_VERSION,
+    SEGMENTS,
+    TRAINED,
+    EvaluatedSample,
+)
 from nearpolicy.waits import waiting
 
 _MAX_PER_COMMIT = 512
 _FULL = 2
 """SQLite's number for ``synchronous = FULL``."""
-_LINGER_S = 0.01
+_BUSY_S = 30.0
+"""How long another program may hold the database."""
+_LINGER_S = 0.02
 """How long a commit waits for company. Only calls that nobody flushes for can be lost in it."""
-DURABLE_WITHIN_S = 0.1
-"""Of what is committed, pressed onto the disk at least this often."""
+DURABLE_WITHIN_S = 0.08
+"""What is committed is pressed onto the disk this often: with the wait for company, 100 ms after it was said."""
 
 
 class SqliteStore:
     """Implements `nearpolicy.roles.RunStore`. Thread-safe; make one with `create` or `open`."""
 
     def __init__(
-        self, folder: RunFolder, connection: sqlite3.Connection, lock: Any, *, max_pending: int, stall_s: float
+        self,
+        folder: RunFolder,
+        connection: sqlite3.Connection,
+        lock: Any,
+        *,
+        max_pending: int,
+        stall_s: float,
+        retention: Retention | None = None,
     ) -> None:
         self.folder = folder
         self.wall_anchor: float = decode_json(_one(connection, "SELECT value FROM run WHERE key = 'wall_anchor'"))
@@ -74,16 +103,29 @@ class SqliteStore:
         self._lock = lock
         self._identity = _identity(folder.store)
         self._stall_s = stall_s
-        self._calls: queue.Queue[Callable[[], None] | threading.Event | None] = queue.Queue(maxsize=max_pending)
+        self._calls: deque[Callable[[], None] | _Signal] = deque()
+        self._max_pending = max_pending
+        self._enough = min(_MAX_PER_COMMIT, max_pending)
+        """Calls that make a commit wait for no more company."""
+        self._hurry = False
+        """Somebody waits for the commit: it waits for no company either."""
+        self._asleep = False
+        """The thread looks for calls only if it is woken."""
+        self._wake, self._room = _Signal(), _Signal()
         self._error: BaseException | None = None
         self._progress = time.monotonic()
         self._full_sync = connection.execute("PRAGMA synchronous").fetchone()[0] >= _FULL
         self._durable_at: float | None = None
         """When what is committed and not yet on the disk has to be there; None if all of it is."""
         self._closed = False
-        self._gate = threading.Lock()
+        self._gate, self._turn = threading.Lock(), threading.Lock()
+        """Held by whoever says something, and by whoever takes calls and commits them."""
+        connection.execute("PRAGMA busy_timeout = 0")  # `_begin` waits, or does not
         self._thread = threading.Thread(target=self._write, name=f"store {folder.name}", daemon=True)
         self._thread.start()
+        self._mover = retention and Mover(
+            folder, retention, _connect(folder.store, "normal"), commit=self._moved, fail=self._cannot_move
+        )
 
     @classmethod
     def create(
@@ -93,6 +135,7 @@ class SqliteStore:
         config: Mapping[str, Any],
         packages: Mapping[str, str] | None = None,
         sync: str = "normal",
+        retention: Retention | None = None,
         max_pending: int = 1024,
         stall_s: float = 120.0,
     ) -> SqliteStore:
@@ -116,11 +159,17 @@ class SqliteStore:
                     file.unlink()
             lock.close()
             raise RunFolderError(f"no store can be made in {folder.path}: {error}. Choose another run.dir") from error
-        return cls(folder, connection, lock, max_pending=max_pending, stall_s=stall_s)
+        return cls(folder, connection, lock, max_pending=max_pending, stall_s=stall_s, retention=retention)
 
     @classmethod
     def open(
-        cls, folder: RunFolder, *, sync: str = "normal", max_pending: int = 1024, stall_s: float = 120.0
+        cls,
+        folder: RunFolder,
+        *,
+        sync: str = "normal",
+        retention: Retention | None = None,
+        max_pending: int = 1024,
+        stall_s: float = 120.0,
     ) -> SqliteStore:
         """The store of a run that goes on."""
         from nearpolicy.store.reader import check_store
@@ -130,10 +179,11 @@ class SqliteStore:
         try:
             connection = _connect(folder.store, sync)
             _bring_up_to_date(connection)
+            clear_unknown_files(folder, connection)
         except sqlite3.Error as error:
             lock.close()
             raise RunFolderError(f"the store {folder.store} cannot be written: {error}") from error
-        return cls(folder, connection, lock, max_pending=max_pending, stall_s=stall_s)
+        return cls(folder, connection, lock, max_pending=max_pending, stall_s=stall_s, retention=retention)
 
     # What a run says. Every method returns at once unless the queue is full.
 
@@ -185,24 +235,39 @@ class SqliteStore:
         data = encode_json(value)
         self._say(lambda: self._run("INSERT OR REPLACE INTO run VALUES (?, ?)", key, data))
 
-    def flush(self) -> None:
-        """Returns when everything said so far is committed."""
-        done = threading.Event()
-        self._say(done)
-        since = time.monotonic()
+    def checkpointed(self, oldest: int) -> None:
+        """The oldest checkpoint that is kept contains so many steps: what came before may be moved or dropped, if
+        `store.retention` says so."""
+        if self._mover is not None:
+            self._mover.release(oldest)
+
+    def flush(self, *, durable: bool = False) -> None:
+        """Returns when everything said so far is committed; ``durable``: and survives a power cut."""
         with waiting("the run", "the store to commit"):
-            while not done.wait(0.1):
-                self._check(since)
+            if not self._commit_here():
+                done, since = _Signal(), time.monotonic()
+                self._say(done)
+                while not done.wait(0.1):
+                    self._check(since)
         self._check()
+        if durable:
+            self._press()
 
     def close(self) -> None:
-        """Commit what was said, let go of the folder. A second call does nothing."""
+        """Commit what was said, move what was released, let go of the folder. A second call does nothing."""
+        if self._mover is not None:
+            self._mover, mover = None, self._mover
+            mover.close()
         with self._gate:
             if self._closed:
                 return
             self._closed = True
-            self._calls.put(None)
-        self._thread.join()
+        self._wake.set()
+        since = time.monotonic()
+        while self._thread.is_alive():
+            self._thread.join(0.1)
+            if self._error is None:
+                self._check(since)
         self._db.close()
         self._lock.close()
         self._check()
@@ -215,17 +280,28 @@ class SqliteStore:
 
     # The queue.
 
-    def _say(self, call: Callable[[], None] | threading.Event) -> None:
+    def _say(self, call: Callable[[], None] | _Signal) -> None:
         with self._gate:  # no call slips in behind the one that closes
-            if self._closed:
-                raise NearpolicyError(f"the store of {self.folder.path} is closed; nothing more can be recorded")
-            since = time.monotonic()
-            while True:
-                self._check(since)
-                try:
-                    return self._calls.put(call, timeout=0.1)
-                except queue.Full:
-                    continue
+            self._require_open()
+            if self._error is not None or len(self._calls) >= self._max_pending:
+                self._wait_for_room()
+            self._calls.append(call)
+            if type(call) is _Signal:
+                self._hurry = True
+                self._wake.set()
+            elif self._asleep or len(self._calls) == self._enough:
+                self._wake.set()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise NearpolicyError(f"the store of {self.folder.path} is closed; nothing more can be recorded")
+
+    def _wait_for_room(self) -> None:
+        since = time.monotonic()
+        self._check(since)
+        while len(self._calls) >= self._max_pending:
+            self._room.wait(0.1)
+            self._check(since)
 
     def _check(self, since: float | None = None) -> None:
         """Raise the writer's error, or say that it hangs: nothing committed for too long after ``since``."""
@@ -234,7 +310,7 @@ class SqliteStore:
         if since is not None and time.monotonic() - max(since, self._progress) > self._stall_s:
             raise StandstillError(
                 f"the store of {self.folder.path} committed nothing for {self._stall_s:.0f} s with "
-                f"{self._calls.qsize()} calls waiting: its disk hangs, or another program holds the database"
+                f"{len(self._calls)} calls waiting: its disk hangs, or another program holds the database"
             )
 
     def _described(self) -> NearpolicyError:
@@ -247,70 +323,157 @@ class SqliteStore:
             return NearpolicyError(str(error))
         return NearpolicyError(f"the store's writer stopped: {type(error).__name__}: {error}")
 
+    # Retention.
+
+    def _moved(self, rows: Sequence[Moved]) -> None:
+        self._say(lambda: self._put_moved(rows))
+        self.flush()
+
+    def _cannot_move(self, error: NearpolicyError) -> None:
+        def fail() -> None:
+            raise error
+
+        with contextlib.suppress(NearpolicyError):  # it is closed, or has another error already
+            self._say(fail)
+
     # The thread.
 
     def _write(self) -> None:
-        """Takes calls until None; waits for the next call; wakes those who wait in `flush` and in a full queue."""
+        """Takes calls until it is closed and none is left; waits for the next call; wakes those who wait in `flush` and
+        in a full queue."""
         going = True
         while going:
-            calls = self._gather()
-            going = calls[-1:] != [None]
-            self._commit([call for call in calls if callable(call)])
-            for call in calls:
-                if isinstance(call, threading.Event):
-                    call.set()
+            self._wait_for_calls()
+            with self._turn:
+                self._commit_waiting(patient=True)
+            going = bool(self._calls) or not self._closed
             self._make_durable(now=not going)
+
+    def _commit_here(self) -> bool:
+        """All that waits is committed by this thread, unless the writer's is at it or the database is not to be had."""
+        with self._gate:
+            self._require_open()
+        if not self._turn.acquire(blocking=False):
+            return False
+        try:
+            was_durable = self._durable_at is None
+            while self._calls:
+                if not self._commit_waiting(patient=False):
+                    return False
+            if was_durable and self._durable_at is not None:
+                self._wake.set()  # the thread sees to that
+        except BaseException as error:  # Ctrl-C: calls may be taken and not applied, so that no later one may be
+            self._error = self._error or error
+            raise
+        finally:
+            self._turn.release()
+        return True
+
+    def _commit_waiting(self, *, patient: bool) -> bool:
+        """The next commit, by whoever has the turn; False, and nothing done, if another program holds the database."""
+        self._hurry = False  # before the calls are taken: whoever says so later wakes the thread again
+        calls = [self._calls.popleft() for _ in range(min(len(self._calls), _MAX_PER_COMMIT))]
+        if self._calls:
+            self._hurry = True
+        self._room.set()
+        if not self._commit([call for call in calls if type(call) is not _Signal], patient):
+            self._calls.extendleft(reversed(calls))
+            return False
+        for call in calls:
+            if type(call) is _Signal:
+                call.set()
+        return True
 
     def _make_durable(self, *, now: bool) -> None:
         if self._durable_at is None or not (now or time.monotonic() >= self._durable_at):
             return
+        self._durable_at = None  # before: what is committed meanwhile has to be pressed again
+        self._press()
+
+    def _press(self) -> None:
+        """What is committed onto the disk."""
         with contextlib.suppress(OSError):  # the next commit finds out what is wrong with the disk
             log = os.open(f"{self.folder.store}-wal", os.O_RDONLY)
             try:
                 os.fsync(log)
             finally:
                 os.close(log)
-        self._durable_at = None
 
-    def _gather(self) -> list[Callable[[], None] | threading.Event | None]:
-        """The calls of the next commit: all that wait, until somebody waits for the commit itself. None if nothing
-        comes until what is committed has to be durable."""
-        try:
-            until = self._durable_at
-            calls = [self._calls.get(timeout=None if until is None else max(0.0, until - time.monotonic()))]
-        except queue.Empty:
-            return []
-        deadline = time.monotonic() + _LINGER_S
-        while callable(calls[-1]) and len(calls) < _MAX_PER_COMMIT:
-            try:
-                calls.append(self._calls.get(timeout=max(0.0, deadline - time.monotonic())))
-            except queue.Empty:
+    def _wait_for_calls(self) -> None:
+        """Until somebody waits for the commit, or the calls that are there have had time for company; or what is
+        committed has to be durable."""
+        until = time.monotonic() + _LINGER_S
+        while not (self._hurry or self._closed or len(self._calls) >= self._enough):
+            if not self._wake.wait(self._time_left(until)):
                 break
-        return calls
+        if not (self._calls or self._closed):
+            # Only now do callers have to wake this thread; while calls keep coming it looks for itself.
+            self._asleep = True
+            if not (self._calls or self._closed):
+                self._wake.wait(self._time_left(None))
+            self._asleep = False
+            if self._calls:
+                self._wait_for_calls()
 
-    def _commit(self, calls: Sequence[Callable[[], None]]) -> None:
+    def _time_left(self, until: float | None) -> float | None:
+        """Until then, or until what is committed has to be durable."""
+        ends = [moment for moment in (until, self._durable_at) if moment is not None]
+        return max(0.0, min(ends) - time.monotonic()) if ends else None
+
+    def _commit(self, calls: Sequence[Callable[[], None]], patient: bool = True) -> bool:
+        """False if it has to wait for another program and is not ``patient``."""
         if self._error is not None or not calls:
-            return  # later calls must not be stored without the one that failed
+            return True  # later calls must not be stored without the one that failed
+        applied = 0
         try:
             if _identity(self.folder.store) != self._identity:
                 raise RunFolderError(
                     f"{self.folder.path} was removed or replaced while the run wrote it; what it has recorded is lost. "
                     "Start the run again, and leave its folder alone"
                 )
-            self._db.execute("BEGIN IMMEDIATE")
+            if not self._begin(patient):
+                return False
             for call in calls:
-                self._db.execute("SAVEPOINT call")
                 call()
-                self._db.execute("RELEASE call")
+                applied += 1
             self._db.execute("COMMIT")
             self._progress = time.monotonic()
             if self._durable_at is None and not self._full_sync:
                 self._durable_at = self._progress + DURABLE_WITHIN_S
         except BaseException as error:  # surfaces on the next call: this thread has nobody to raise to
             self._error = error
-            with contextlib.suppress(sqlite3.Error):  # a full disk has already undone the whole transaction
-                self._db.execute("ROLLBACK TO call")
-                self._db.execute("COMMIT")  # the calls before the failed one are kept
+            with contextlib.suppress(sqlite3.Error):
+                self._keep(calls[:applied])
+        return True
+
+    def _begin(self, patient: bool) -> bool:
+        until = time.monotonic() + _BUSY_S
+        while True:
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+                return True
+            except sqlite3.OperationalError as error:
+                is_busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY  # the rest says in which way
+                if not is_busy or (patient and time.monotonic() > until):
+                    raise
+                if not patient:
+                    return False
+                time.sleep(0.01)
+
+    def _keep(self, calls: Sequence[Callable[[], None]]) -> None:
+        """Of a commit that failed, the calls before the one at fault. A full disk may have no room for these either."""
+        if not self._db.in_transaction and not calls:
+            return
+        if self._db.in_transaction:
+            self._db.execute("ROLLBACK")
+        self._begin(patient=True)
+        try:
+            for call in calls:
+                call()
+            self._db.execute("COMMIT")
+        finally:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
 
     # What each call writes.
 
@@ -331,23 +494,30 @@ class SqliteStore:
     def _put_group(self, group: Group) -> None:
         """Idempotent, so that whoever ends a group can be sure that it is there."""
         key = (int(group.index), int(group.admission.attempt))
-        if _one(self._db, "SELECT 1 FROM groups WHERE admission = ? AND attempt = ?", *key):
+        failure = None if group.failure is None else encode_text(group.failure)
+        new = self._run(
+            "INSERT INTO groups VALUES (?, ?, ?, ?, ?) ON CONFLICT (admission, attempt) DO NOTHING",
+            *(*key, group.admission.version, group.oldest_version, failure),
+        )
+        if not new.rowcount:
             return
         self._put_admission(group.admission)
-        failure = None if group.failure is None else encode_text(group.failure)
-        self._run(
-            "INSERT INTO groups VALUES (?, ?, ?, ?, ?)", *key, group.admission.version, group.oldest_version, failure
-        )
         # A failed group may hold rollouts that nobody has judged.
         judged = list(group.verdicts or ({},) * len(group.rollouts))
         rewards = list(group.rewards or (None,) * len(group.rollouts))
         if group.baseline is not None:
             judged, rewards = [*judged, group.baseline.verdicts], [*rewards, group.baseline.reward]
-        told = list(zip(group.everything, judged, rewards, strict=True))
-        rollouts = [_rollout_row(key, rollout, reward) for rollout, _, reward in told]
-        verdicts = [row for rollout, of_it, _ in told for row in _verdict_rows((*key, int(rollout.sample)), of_it)]
+        rollouts: list[tuple[Any, ...]] = []
+        verdicts: list[tuple[Any, ...]] = []
+        for rollout, of_it, reward in zip(group.everything, judged, rewards, strict=True):
+            rollouts.append(_rollout_row(key, rollout, reward))
+            verdicts += [_verdict_row((*key, int(rollout.sample)), *told) for told in enumerate(of_it.items())]
         self._db.executemany("INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rollouts)
         self._db.executemany("INSERT INTO verdicts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", verdicts)
+        self._put_payload(key, SEGMENTS, encode_group(group.everything))
+
+    def _put_payload(self, key: tuple[int, int], what: str, payload: bytes) -> None:
+        self._db.execute("INSERT INTO payloads VALUES (?, ?, ?, ?)", (*key, what, payload))
 
     def _put_step(self, batch: Batch, report: StepReport, fates: Mapping[tuple[int, int], Mapping[Fate, int]]) -> None:
         self._run("INSERT INTO steps VALUES (?, ?, ?, ?)", batch.step, batch.places, report.version, report.updates)
@@ -378,12 +548,12 @@ class SqliteStore:
 
     def _put_rows(self, batch_groups: Sequence[Group], rows: Sequence[Row]) -> None:
         groups = {group.index: group for group in batch_groups}
+        by_group: dict[int, list[tuple[int, Row]]] = {}
         for row in rows:
-            self._run(
-                "INSERT INTO trained_rows VALUES (?, ?, ?, ?)",
-                *(row.group, row.sample, _segment_index(groups[row.group], row)),
-                encode_arrays({"trained": row.trained, "advantages": row.advantages}),
-            )
+            by_group.setdefault(row.group, []).append((_segment_index(groups[row.group], row), row))
+        for index, placed in by_group.items():
+            key = (int(index), int(groups[index].admission.attempt))
+            self._put_payload(key, TRAINED, encode_rows(placed))
 
     def _put_replayed(self, batch: Batch, rows: Sequence[Row]) -> None:
         groups = {group.index: group for group in batch.replayed}
@@ -483,6 +653,12 @@ class SqliteStore:
             *(event.version, event.seconds, encode_json(event.numbers)),
         )
 
+    def _put_moved(self, rows: Sequence[Moved]) -> None:
+        told = [(row.admission, row.attempt, row.what, row.file, row.part) for row in rows]
+        self._db.executemany("INSERT INTO moved VALUES (?, ?, ?, ?, ?)", told)
+        query = "DELETE FROM payloads WHERE admission = ? AND attempt = ? AND what = ?"
+        self._db.executemany(query, [row[:3] for row in told])
+
     def _put_evaluation(self, samples: Iterable[EvaluatedSample]) -> None:
         for s in samples:
             self._run(
@@ -494,22 +670,39 @@ class SqliteStore:
             )
 
 
+class _Signal:
+    """An event of one thread that waits, lighter than `threading.Event`; set twice before the wait, it counts once."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it is set already
+            self._lock.release()
+
+    def wait(self, timeout: float | None) -> bool:
+        """Whether it was set; it is not any more."""
+        return self._lock.acquire(timeout=-1 if timeout is None else timeout)
+
+
 def _rollout_row(key: tuple[int, int], rollout: Rollout, reward: float | None) -> tuple[Any, ...]:
-    return (
-        *(*key, int(rollout.sample), int(rollout.lineage), rollout.numerics, rollout.num_sampled),
-        None if reward is None else float(reward),
-        *(encode_text(rollout.text), encode_segments(rollout.segments)),
-    )
+    admission, attempt = key
+    told = None if reward is None else float(reward)
+    sampled, text = rollout.num_sampled, encode_text(rollout.text)
+    return admission, attempt, int(rollout.sample), int(rollout.lineage), rollout.numerics, sampled, told, text, b""
 
 
-def _verdict_rows(key: tuple[int, int, int], verdicts: Mapping[str, Verdict]) -> Iterator[tuple[Any, ...]]:
-    for position, (source, verdict) in enumerate(verdicts.items()):
-        yield (
-            *(*key, position, encode_text(source), verdict.outcome.value),
-            None if verdict.value is None else float(verdict.value),
-            *(encode_json(verdict.parts), encode_text(verdict.reason), float(verdict.seconds)),
-            encode_arrays(verdict.arrays) if verdict.arrays else None,
-        )
+def _verdict_row(key: tuple[int, int, int], position: int, told: tuple[str, Verdict]) -> tuple[Any, ...]:
+    source, verdict = told
+    admission, attempt, sample = key
+    value = None if verdict.value is None else float(verdict.value)
+    parts, reason, seconds = encode_json(verdict.parts), encode_text(verdict.reason), float(verdict.seconds)
+    arrays = encode_arrays(verdict.arrays) if verdict.arrays else None
+    source_text, outcome = encode_text(source), verdict.outcome.value
+    return admission, attempt, sample, position, source_text, outcome, value, parts, reason, seconds, arrays
 
 
 def _identity(file: Path) -> tuple[int, int] | None:
@@ -533,7 +726,7 @@ def _connect(path: Path, sync: str) -> sqlite3.Connection:
     if sync not in ("normal", "full"):
         raise ValueError(f"store.sync is {sync!r}; use normal or full")
     # Transactions are begun and ended by hand; the thread that uses the connection is not the one that makes it.
-    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30.0)
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=_BUSY_S)
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute(f"PRAGMA synchronous = {sync.upper()}")
     return connection

@@ -208,12 +208,12 @@ def _store_full(d: Disturbance, session: Any) -> None:
 
     original, commit, calls = SqliteStore._commit, SqliteStore._commit, [0]
 
-    def full(self: Any, calls_: Any) -> None:
+    def full(self: Any, calls_: Any, *patient: bool) -> bool:
         calls[0] += 1
         if calls[0] == d.count:
             pages = self._db.execute("PRAGMA page_count").fetchone()[0]
             self._db.execute(f"PRAGMA max_page_count = {pages}")  # the database itself says that the disk is full
-        original(self, calls_)
+        return original(self, calls_, *patient)
 
     assert commit is original
     SqliteStore._commit = full

@@ -372,3 +372,38 @@ def test_a_recording_is_trained_under_another_setting(capsys):
     assert exit_of("replay", "run", "--with", "sampling.temperature=1") == 2
     assert "what was sampled stays" in capsys.readouterr().err
     assert exit_of("replay", "run", "--until", "9") == 2
+
+
+KEEPS_LITTLE = ("queue.max_staleness=0", "checkpoint.keep_last=1", "store.retention_steps=1")
+
+
+def exit_status(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli(arguments)
+    return ended.value.code or 0
+
+
+def test_a_run_whose_payloads_are_moved_is_resumed_and_replayed_as_one_that_keeps_them():
+    begin("queue.max_staleness=0", folder="whole")
+    begin(*KEEPS_LITTLE, "store.retention=parquet", stop_after=5)
+    with RunReader(Path("run")) as run:
+        stay = {row[0] for row in run.query("SELECT admission FROM payloads JOIN consumption USING (admission)")}
+    assert stay == {8, 9}  # of step 4: the last checkpoint contains all five, and one of them stays
+    shutil.rmtree("run/checkpoints/step-5")
+    go_on()  # so that even the steps whose payloads have left are learned again
+    assert fingerprints("run") == fingerprints("whole")
+    assert sampled("run") == sampled("whole")
+    assert exit_status("replay", "run") == 0
+
+
+def test_a_run_whose_payloads_are_dropped_is_resumed_from_its_checkpoint_and_from_nowhere_else():
+    begin("queue.max_staleness=0", folder="whole")
+    begin(*KEEPS_LITTLE, "store.retention=drop", stop_after=5)
+    shutil.copytree("run", "without")
+    go_on()
+    assert fingerprints("run") == fingerprints("whole")
+    assert exit_status("replay", "run") == 2
+    assert exit_status("inspect", "run") == exit_status("report", "run") == 0
+    shutil.rmtree("without/checkpoints/step-5")
+    with pytest.raises(RunFolderError, match=r"tokens of group 0 .*store\.retention: drop"):
+        go_on(folder="without")

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nearpolicy.records import Finish, Segment
+from nearpolicy.records import Finish, Rollout, Row, Segment
 from nearpolicy.store.payload import (
     decode_arrays,
+    decode_group,
     decode_json,
+    decode_rows,
     decode_segments,
     decode_text,
     encode_arrays,
+    encode_group,
     encode_json,
-    encode_segments,
+    encode_rows,
     encode_text,
 )
 
@@ -43,7 +48,8 @@ def test_segments_come_back_bit_for_bit_with_nan_payload_and_negative_zero():
     )
     empty = Segment(context_ids=[], token_ids=[], mask=[], behavior_logprobs=[], versions=[], finish=Finish.FAILED)
 
-    got_first, got_empty = decode_segments(encode_segments([first, empty]))
+    of_rollout = Rollout(sample=3, segments=(first, empty), text="", numerics="exact")
+    got_first, got_empty = decode_group(encode_group([of_rollout]))[3]
 
     for name in ("context_ids", "token_ids", "mask", "behavior_logprobs", "versions"):
         assert same_bits(getattr(got_first, name), getattr(first, name)), name
@@ -54,8 +60,85 @@ def test_segments_come_back_bit_for_bit_with_nan_payload_and_negative_zero():
     assert not got_first.extras["entropy"].flags.writeable
 
 
-def test_a_rollout_without_segments_is_kept():
-    assert decode_segments(encode_segments([])) == ()
+def test_a_rollout_without_segments_has_none_in_the_container_of_its_group():
+    nothing, empty = (Rollout(sample=sample, segments=(), text="", numerics="exact") for sample in range(2))
+    assert decode_group(encode_group([])) == decode_group(encode_group([nothing, empty])) == {}
+
+
+lengths = st.integers(0, 5)
+
+
+@st.composite
+def any_segment(draw) -> Segment:
+    tokens, context = draw(lengths), draw(st.lists(st.integers(0, 3), max_size=3))
+    numbers = np.random.default_rng(draw(st.integers(0, 9)))
+    extras = draw(st.dictionaries(any_text, st.sampled_from(["bool", "int8", "float64"]), max_size=2))
+    return Segment(
+        context_ids=context,
+        token_ids=numbers.integers(0, 2**31 - 1, tokens),
+        mask=numbers.random(tokens) < 0.5,
+        behavior_logprobs=numbers.integers(0, 2**32, tokens, np.uint32).view(np.float32),
+        versions=numbers.integers(-1, 5, tokens),
+        finish=draw(st.sampled_from(Finish)),
+        extras={name: numbers.integers(0, 2, (tokens, 2)).astype(kind) for name, kind in extras.items()},
+    )
+
+
+@given(st.dictionaries(st.integers(-1, 9), st.lists(any_segment(), max_size=3), max_size=4))
+def test_the_segments_of_a_group_come_back_by_sample_bit_for_bit(told):
+    rollouts = [Rollout(sample=s, segments=tuple(each), text="", numerics="exact") for s, each in told.items()]
+    got = decode_group(encode_group(rollouts))
+    assert got.keys() == {sample for sample, segments in told.items() if segments}
+    for sample, segments in got.items():
+        for a, b in zip(segments, told[sample], strict=True):
+            assert a.finish is b.finish and a.extras.keys() == b.extras.keys()
+            for name in ("context_ids", "token_ids", "mask", "behavior_logprobs", "versions"):
+                assert same_bits(getattr(a, name), getattr(b, name)), name
+            assert all(same_bits(a.extras[name], b.extras[name]) for name in b.extras)
+
+
+def test_a_prompt_that_a_group_shares_is_stored_once():
+    def size(contexts: list[list[int]]) -> int:
+        each = Segment(
+            context_ids=[], token_ids=[1], mask=[True], behavior_logprobs=[0.0], versions=[0], finish=Finish.STOP
+        )
+        return len(
+            encode_group(
+                [
+                    Rollout(sample=i, segments=(replace(each, context_ids=context),), text="", numerics="exact")
+                    for i, context in enumerate(contexts)
+                ]
+            )
+        )
+
+    assert size([[7] * 1000] * 8) < size([[7] * 1000]) + 1000 < size([[i] * 1000 for i in range(8)]) - 20_000
+
+
+def test_what_was_trained_of_a_group_comes_back_by_sample_and_segment():
+    part = Segment(context_ids=[], token_ids=[], mask=[], behavior_logprobs=[], versions=[], finish=Finish.STOP)
+    rows = [
+        (1, Row(group=0, sample=2, segment=part, trained=[True, False], advantages=[0.5, -0.0])),
+        (0, Row(group=0, sample=0, segment=part, trained=[True], advantages=[np.nan])),
+    ]
+    got = decode_rows(encode_rows(rows))
+    assert list(got) == [(2, 1), (0, 0)]
+    for (place, row), arrays in zip(rows, got.values(), strict=True):
+        assert same_bits(arrays["trained"], row.trained) and same_bits(arrays["advantages"], row.advantages), place
+    assert decode_rows(encode_rows([])) == {}
+
+
+def test_what_schema_3_stored_of_a_rollout_is_read():
+    arrays = {
+        "0/context_ids": np.arange(3, dtype=np.int32),
+        "0/token_ids": np.arange(2, dtype=np.int32),
+        "0/behavior_logprobs": np.array([-0.0, np.nan], np.float32),
+        "0/versions": np.array([4, -1], np.int32),
+        "0/mask": np.array([True, False]),
+        "0/extras/kept/ids": np.arange(2.0),
+    }
+    (got,) = decode_segments(safetensors.numpy.save(arrays, {"finish": "length"}))
+    assert got.finish is Finish.LENGTH and list(got.extras) == ["kept/ids"]
+    assert same_bits(got.behavior_logprobs, arrays["0/behavior_logprobs"]) and got.versions.tolist() == [4, -1]
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int64", "float16", "float64", ">f4", ">i8"])
@@ -82,6 +165,15 @@ def test_any_text_comes_back(text):
 )
 def test_any_json_value_comes_back_with_any_text_in_it(value):
     assert decode_json(encode_json(value)) == value
+
+
+plain = st.floats(allow_nan=False, allow_infinity=False) | st.integers() | st.booleans() | st.none() | any_text
+
+
+@given(st.dictionaries(any_text, plain | st.dictionaries(any_text, plain)))
+def test_simple_mappings_are_stored_as_json_writes_them(value):
+    expected = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    assert encode_json(value) == expected.encode("utf-8", "surrogatepass")
 
 
 def test_json_is_strict_and_still_says_what_json_cannot():

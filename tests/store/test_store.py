@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
 from synthetic_run import CONFIG, NASTY, admission, batch, group, make_run, segment, trained
 
 from nearpolicy.errors import NearpolicyError, RunFolderError, StandstillError
@@ -36,9 +37,9 @@ from nearpolicy.records import (
 )
 from nearpolicy.store import writer
 from nearpolicy.store.folder import RunFolder, create_run_folder
-from nearpolicy.store.payload import encode_json, encode_segments
+from nearpolicy.store.payload import encode_arrays, encode_group, encode_json
 from nearpolicy.store.reader import RunReader
-from nearpolicy.store.schema import SCHEMA_VERSION
+from nearpolicy.store.schema import BRANCHES, PAYLOADS, SCHEMA, SCHEMA_VERSION
 from nearpolicy.store.writer import SqliteStore
 
 REPORT = StepReport(version=1, updates=2, metrics={})
@@ -61,13 +62,17 @@ def read(folder: RunFolder) -> RunReader:
     return RunReader(folder.path)
 
 
+def bits(segments) -> bytes:
+    return encode_group([Rollout(sample=0, segments=tuple(segments), text="", numerics="exact")])
+
+
 def assert_same_group(got: Group, sent: Group) -> None:
     assert got.admission == sent.admission
     assert (got.rewards, got.verdicts, got.failure) == (sent.rewards, sent.verdicts, sent.failure)
     assert [r.text for r in got.rollouts] == [r.text for r in sent.rollouts]
     for a, b in zip(got.rollouts, sent.rollouts, strict=True):
         assert (a.sample, a.numerics, a.lineage) == (b.sample, b.numerics, b.lineage)
-        assert encode_segments(a.segments) == encode_segments(b.segments)
+        assert bits(a.segments) == bits(b.segments)
 
 
 def test_a_group_comes_back_as_it_was_filled(store, folder):
@@ -96,7 +101,7 @@ def test_a_greedy_completion_comes_back_beside_its_group_with_its_verdicts(store
     assert_same_group(got, sent)
     assert (got.baseline.reward, got.baseline.verdicts) == (sent.baseline.reward, sent.baseline.verdicts)
     assert (got.baseline.rollout.sample, got.baseline.rollout.text) == (BASELINE, "greedy")
-    assert encode_segments(got.baseline.rollout.segments) == encode_segments(sent.baseline.rollout.segments)
+    assert bits(got.baseline.rollout.segments) == bits(sent.baseline.rollout.segments)
     assert run.ledger() == {Fate.IN_FLIGHT: sent.num_sampled}
     assert [item.is_baseline for item in run.rollouts(group=7)] == [True, False, False, False, False]
 
@@ -133,38 +138,80 @@ def test_a_greedy_completion_shares_the_fate_of_a_group_that_is_given_up(store, 
     assert (run.group(0).failure, run.group(0).baseline.reward) == ("no baseline", None)
 
 
+def older_schema(schema: int) -> str:
+    """The tables as they were."""
+    tables = SCHEMA.replace(PAYLOADS, "").replace(BRANCHES, "")
+    tables = "".join(line for line in tables.splitlines(keepends=True) if "endings_by_kind" not in line)
+    if schema < 3:
+        tables = tables.replace("messages, columns\n    prompt_index INTEGER", "messages, columns")
+        tables = tables.replace("prompt    BLOB NOT NULL, ", "prompt    BLOB NOT NULL ")
+        column = "digests     BLOB,                    -- JSON: tensor -> digest; NULL where they were not kept"
+        tables = tables.replace(column, "")
+    return tables
+
+
 @pytest.mark.parametrize("schema", [1, 2, 3])
 def test_an_older_store_is_read_and_brought_up_to_date_when_it_is_written_again(folder, monkeypatch, schema):
     with monkeypatch.context() as then:
+        then.setattr(writer, "SCHEMA", older_schema(schema))
         then.setattr(writer, "SCHEMA_VERSION", schema)
         SqliteStore.create(folder, config={}).close()
-    old = sqlite3.connect(folder.store, isolation_level=None)
-    old.executescript("DROP TABLE branches; DROP TABLE undone; DROP TABLE replayed;")
-    if schema < 3:
-        old.executescript(
-            "DROP TABLE admissions; DROP TABLE versions;"
-            "CREATE TABLE admissions (admission INTEGER PRIMARY KEY, attempt, seed, version, task, prompt);"
-            "CREATE TABLE versions (lineage, version, updates, fingerprint, parent, wall_s, "
-            "PRIMARY KEY (lineage, version))"
-        )
-    prompt = encode_json({"id": "a", "text": "?", "messages": None, "columns": {}})
-    columns = "(admission, attempt, seed, version, task, prompt)"
-    old.execute(f"INSERT INTO admissions {columns} VALUES (?, ?, ?, ?, ?, ?)", (0, 0, 7, 0, b"t", prompt))
-    for lineage, version in ((0, 0), (0, 2), (1, 1), (1, 2)):
-        columns = "(lineage, version, updates, fingerprint, wall_s)"
-        old.execute(f"INSERT INTO versions {columns} VALUES (?, ?, 0, 'f', 0.1)", (lineage, version))
-    old.close()
+    tables = str(sqlite3.connect(folder.store).execute("SELECT sql FROM sqlite_master").fetchall())
+    assert ("prompt_index" in tables, "payloads" in tables) == (schema == 3, False)
+    put_as_schema_3_did(folder, group(0), schema)
     branch = Branch(lineage=1, parent=0, first=1, kind=REMADE, reason="")
-    assert read(folder).branches() == [branch]
-    assert read(folder).digests(read(folder).versions()[0]) == {}
-    assert (read(folder).admission(0).prompt_index, read(folder).admission(0).prompt.id) == (None, "a")
-    assert sqlite3.connect(folder.store).execute("PRAGMA user_version").fetchone() == (schema,)
-    with SqliteStore.open(folder) as again:
-        again.filled(with_baseline(group(1)))
-    assert sqlite3.connect(folder.store).execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
-    assert (read(folder).group(1).baseline.reward, read(folder).admission(0).prompt_index) == (0.25, None)
-    assert read(folder).branches() == [branch]
-    assert [read(folder).lineages.of(version) for version in (0, 1, 2)] == [0, 1, 1]
+    with read(folder) as run:
+        assert_is_group_0(run)
+        assert run.digests(run.versions()[0]) == {}
+        assert run.query("PRAGMA user_version")[0][0] == schema
+        assert run.branches() == [branch]
+        with SqliteStore.open(folder) as again:
+            again.filled(with_baseline(group(1)))
+        assert run.query("PRAGMA user_version")[0][0] == SCHEMA_VERSION
+        assert_is_group_0(run)
+        assert run.branches() == [branch]
+        assert [run.lineages.of(version) for version in (0, 1, 2)] == [0, 1, 1]
+        assert run.group(1).baseline.reward == 0.25  # by the reader that has seen the older schema
+
+
+def put_as_schema_3_did(folder: RunFolder, of: Group, schema: int) -> None:
+    """A consumed group with a payload for each rollout and each row."""
+    old = sqlite3.connect(folder.store, isolation_level=None)
+    prompt = of.admission.prompt
+    described = {"id": prompt.id, "text": prompt.text, "messages": None, "columns": prompt.columns}
+    row = (of.index, 0, 0, 0, prompt.task.encode(), encode_json(described), *((None,) if schema == 3 else ()))
+    old.execute(f"INSERT INTO admissions VALUES ({', '.join('?' * len(row))})", row)
+    old.execute("INSERT INTO groups VALUES (?, 0, 0, 0, NULL)", (of.index,))
+    for each, reward in zip(of.rollouts, of.rewards, strict=True):
+        (part,) = each.segments
+        arrays = {name: getattr(part, name) for name in ("context_ids", "token_ids", "behavior_logprobs", "versions")}
+        arrays = {f"0/{name}": values for name, values in (arrays | {"mask": part.mask}).items()}
+        payload = safetensors.numpy.save(arrays, {"finish": part.finish.value})
+        row = (of.index, 0, each.sample, 0, "exact", each.num_sampled, reward, each.text.encode(), payload)
+        old.execute("INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+    for row in batch(0, [of]).rows:
+        payload = encode_arrays({"trained": row.trained, "advantages": row.advantages})
+        old.execute("INSERT INTO trained_rows VALUES (?, ?, 0, ?)", (of.index, row.sample, payload))
+    old.execute("INSERT INTO steps VALUES (0, 1, 1, 1)")
+    old.execute("INSERT INTO consumption VALUES (0, 0, 0, ?, 0)", (of.index,))
+    old.execute("INSERT INTO endings VALUES (?, 0, 'consumed', x'')", (of.index,))
+    columns = "(lineage, version, updates, fingerprint, parent, wall_s)"
+    for lineage, version in ((0, 0), (0, 2), (1, 1), (1, 2)):
+        old.execute(f"INSERT INTO versions {columns} VALUES (?, ?, 0, 'f', NULL, 0.1)", (lineage, version))
+    old.close()
+
+
+def assert_is_group_0(run: RunReader) -> None:
+    sent = batch(0, [group(0)])
+    got = run.batch(0)
+    assert (run.admission(0).prompt_index, run.admission(0).prompt) == (None, group(0).admission.prompt)
+    for one, other in zip(got.groups[0].rollouts, group(0).rollouts, strict=True):
+        assert (one.text, bits(one.segments)) == (other.text, bits(other.segments))
+    for one, other in zip(got.rows, sent.rows, strict=True):
+        assert (one.sample, one.trained.tobytes()) == (other.sample, other.trained.tobytes())
+        assert one.advantages.tobytes() == other.advantages.tobytes()
+    found = [bits(item.rollout.segments) for item in run.rollouts(step=0)]
+    assert found == [bits(rollout.segments) for rollout in group(0).rollouts]
 
 
 def test_nul_lone_surrogates_and_line_separators_survive_everywhere(store, folder):
@@ -209,7 +256,7 @@ def test_the_batch_of_a_step_comes_back_with_the_same_rows_and_bits(store, folde
         expected = by_key[row.group, row.sample]
         assert row.advantages.tobytes() == expected.advantages.tobytes()
         assert row.trained.tobytes() == expected.trained.tobytes()
-        assert encode_segments([row.segment]) == encode_segments([expected.segment])
+        assert bits([row.segment]) == bits([expected.segment])
 
 
 def test_a_group_that_leaves_its_place_empty_is_consumed_but_not_in_the_batch(store, folder):
@@ -332,14 +379,14 @@ def test_a_full_queue_pushes_back_and_loses_nothing(folder):
         blocker = sqlite3.connect(folder.store, isolation_level=None)
         blocker.execute("BEGIN IMMEDIATE")  # the writer cannot commit
         store.event(Event(time=0, role="queue", kind="admit"))
-        _until(lambda: store._calls.qsize() == 0)
+        _until(lambda: len(store._calls) == 0)
         time.sleep(0.05)  # the writer stops gathering and waits for the database
 
         done = threading.Event()
         producer = threading.Thread(target=lambda: (_tell(store, 10), done.set()))
         producer.start()
-        _until(lambda: store._calls.qsize() == 4)
-        assert not done.wait(0.3) and store._calls.qsize() == 4
+        _until(lambda: len(store._calls) == 4)
+        assert not done.wait(0.3) and len(store._calls) == 4
 
         blocker.execute("ROLLBACK")
         assert done.wait(10)
@@ -533,7 +580,7 @@ def test_a_store_that_sqlite_can_read_but_whose_values_are_damaged_is_a_message(
     with contextlib.closing(sqlite3.connect(folder.store)) as db:
         for (trigger,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
             db.execute(f"DROP TRIGGER {trigger}")
-        db.execute("UPDATE rollouts SET payload = x'00112233'")
+        db.execute("UPDATE payloads SET payload = x'00112233'")
         db.commit()
     with pytest.raises(RunFolderError, match=r"store\.sqlite is damaged: stored values"), RunReader(folder.path) as run:
         list(run.rollouts())
