@@ -37,11 +37,12 @@ from nearpolicy.store.reader import RunReader
 from nearpolicy.store.writer import SqliteStore
 from nearpolicy.telemetry.batch import batch_metrics
 from nearpolicy.telemetry.events import Recorder
-from nearpolicy.telemetry.health import HEALTH, GradientNorms
+from nearpolicy.telemetry.health import HEALTH
 from nearpolicy.telemetry.integrity import Monitors
 from nearpolicy.telemetry.metrics import MetricsWriter
 from nearpolicy.telemetry.sinks import open_sinks, require_sinks
 from nearpolicy.telemetry.trace import Trace
+from nearpolicy.telemetry.trends import Trends
 from nearpolicy.verifier.combining import weighted_reward
 from nearpolicy.verifier.sandbox.ladder import UNISOLATED, Opened
 from nearpolicy.verifier.service import VerifierService
@@ -163,11 +164,14 @@ class Session:
         closing.push(_unless_failed(self.store.close))
         with RunReader(self.folder.path) as run:
             self.position = position_of(run)
+            logged = run.metrics()
         require_same_data(self.position, self.language.mixture, self.folder)
         self.store.lost(self.position.unfinished, "under way when the run ended")
         self.store.note("config", plain)
         self.say(f"run folder: {place(self.folder.path)}, taken up after {count(self.position.steps, 'step')}")
         self._open_telemetry(closing, plain)
+        self._trends.restore(logged)
+        self.monitors.restore(logged)
 
     def _open_telemetry(self, closing: AsyncExitStack, plain: dict[str, Any]) -> None:
         config = self.config
@@ -175,7 +179,7 @@ class Session:
         sinks = open_sinks(config.telemetry.sinks, self.folder.path, plain)
         closing.callback(sinks.close)
         self.monitors = Monitors([*config.monitors, *(HEALTH if config.telemetry.health else ())])
-        self._gradients = GradientNorms()
+        self._trends = Trends({task.name: [reward.source for reward in task.rewards] for task in config.tasks})
         self.telemetry = Recorder(
             self.store,
             wall_anchor=self.store.wall_anchor,
@@ -401,7 +405,9 @@ class Session:
         self._evaluation_s += seconds
         self.store.evaluated(samples)
         metrics = score_metrics(held_out_scores(samples), self.config.evaluation.pass_k)
-        self.telemetry.log_step(version, metrics)
+        line = {**metrics, **self._trends.of(metrics)}
+        self.telemetry.log_step(version, line)
+        self._raise_alarms(version, line)
         self.telemetry.event("evaluate", "evaluate", version=version, seconds=seconds, questions=len(samples))
         found = [f"{name.removeprefix('evaluation/')} {value:.3f}" for name, value in metrics.items()]
         if version == 0:
@@ -569,22 +575,26 @@ class Session:
         busy["verifier"] = times["time/verify_s"] / self.config.verifier.workers
         if (kept_in := self.verifier.isolation) is not None:
             metrics["verifier/unisolated"] = float(kept_in.isolation == UNISOLATED)
-        metrics |= self.verifier.flip_rates() | self.monitors.jump(metrics) | self._gradients.ratio(metrics)
+        metrics |= self.verifier.flip_rates() | self.monitors.jump(metrics) | self._trends.of(metrics)
         if self.queue.may_admit_fewer:
             metrics["queue/slots"] = float(self.queue.slots)
         metrics |= {f"utilisation/{role}": seconds / metrics["time/step_s"] for role, seconds in busy.items()}
         self.telemetry.log_step(step, metrics)
         self.watch.step = step + 1
+        self._raise_alarms(step, metrics)
+        if any(monitor.action == "lower_staleness" for monitor in self.config.monitors):
+            (self.queue.admit_fewer if self.monitors.lowers_staleness else self.queue.admit_more)()
+        if self.on_step is not None:
+            self.on_step(step, metrics)
+
+    def _raise_alarms(self, step: int, metrics: Mapping[str, float]) -> None:
+        """``metrics`` of a step, or of an evaluation."""
         for alarm in self.monitors.observe(step, metrics):
             self.telemetry.event("monitor", "alarm", metric=alarm.metric, value=alarm.value, action=alarm.action)
             if alarm.action != "log":
                 self.say(f"{alarm.severity}: {alarm.text}" + _WHAT_FOLLOWS.get(alarm.action, ""))
             if alarm.action == "stop":
                 self.stop()
-        if any(monitor.action == "lower_staleness" for monitor in self.config.monitors):
-            (self.queue.admit_fewer if self.monitors.lowers_staleness else self.queue.admit_more)()
-        if self.on_step is not None:
-            self.on_step(step, metrics)
 
     def _sum_up(self, before: Any, after: Any, steps: int, times: Mapping[str, float]) -> dict[str, Any]:
         self.telemetry.flush()
