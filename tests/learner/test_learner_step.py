@@ -29,6 +29,7 @@ from nearpolicy.learner.config import LearnerConfig
 from nearpolicy.learner.optimizer import MasterAdamW
 from nearpolicy.learner.report import TokenStats
 from nearpolicy.learner.schedule import learning_rate
+from nearpolicy.learner.step import PolicyLearner
 from nearpolicy.learner.tokens import NOTHING_KNOWN
 from nearpolicy.models.loading import resolve
 from nearpolicy.objectives import aggregation
@@ -91,7 +92,7 @@ def test_gradient_accumulation_never_changes_the_gradient(budget):
     assert loss_and_slope(GivenLosses(), rows, budget)[1] == pytest.approx(3.0, abs=1e-6)
 
 
-@pytest.mark.parametrize("budget", [100, 2])
+@pytest.mark.parametrize("budget", [100, 6, 2, 1])
 def test_a_logged_mean_is_a_mean_over_tokens_for_every_cut(budget):
     rows = [constant_row(0, 6, 0.1), constant_row(1, 2, 0.5)]
     stats = loss_and_slope(GivenLosses(), rows, budget)[2]
