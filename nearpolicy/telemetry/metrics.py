@@ -106,7 +106,7 @@ METRICS: Mapping[str, str] = {
     "integrity/reward_length_correlation": "correlation of reward and length over the batch's completions",
     "integrity/reward_jump": "mean reward against that of the 10 steps before, in their standard deviations",
     "integrity/reward_per_sqrt_kl": "gain of the mean reward since the first five steps, per square root of the KL to "
-    "the reference (nats per token), both over the last ten steps",
+    "the reference (nats per token), mean and median over the last ten steps",
     "integrity/reward_fall": "mean reward of the last ten steps below that of the best ten, in standard deviations of "
     "either; 0 unless the policy has moved on from its reference since",
     "integrity/<source>/held_out_gap": "of a source that decides what is right: its mean over the last ten steps minus "

@@ -67,7 +67,8 @@ class RewardAgainstKl:
 
     Gao et al. 2022 (Scaling Laws for Reward Model Overoptimization): with d the square root of the KL to the initial
     policy, the true reward gained by RL is d (alpha - beta log d). It rises, and then falls while d goes on growing:
-    a fall of the reward that comes with more distance is over-optimization, one without is noise or other data.
+    a fall of the reward that comes with more distance is over-optimization, one without is noise or other data. The
+    distance of now is a median: one token can make the estimate of a step a hundred times what it is.
     """
 
     def __init__(self) -> None:
@@ -87,7 +88,7 @@ class RewardAgainstKl:
         if len(self._rewards) < NEAR:
             return {}
         now = _Best(
-            statistics.fmean(self._rewards), statistics.pstdev(self._rewards), statistics.fmean(self._distances)
+            statistics.fmean(self._rewards), statistics.pstdev(self._rewards), statistics.median(self._distances)
         )
         gain = now.reward - statistics.fmean(self._beginning)
         found = {"integrity/reward_per_sqrt_kl": gain / now.distance} if now.distance >= _LEAST_DISTANCE else {}

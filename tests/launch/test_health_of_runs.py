@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_resume import _folder, begin, go_on  # noqa: F401  the same folder, recipe and reward
+from test_resume import _folder, begin, go_on, lines  # noqa: F401  the same folder, recipe and reward
 
 from nearpolicy.config import load_recipe
 from nearpolicy.launch.session import Session, run_session
 from nearpolicy.store.reader import RunReader
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
-
-
-def lines_of(folder: str = "run") -> list[dict]:
-    return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
 
 
 def alarms(folder: str = "run") -> set[str]:
@@ -47,7 +42,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_not_applied(monkeypatch):
     monkeypatch.setattr(Objective, "token_losses", poisoned)
     begin("queue.max_staleness=0")
     assert alarms() == {"policy/skipped_updates"}
-    skipped = [line["policy/skipped_updates"] for line in lines_of() if "policy/skipped_updates" in line]
+    skipped = [line["policy/skipped_updates"] for line in lines("run") if "policy/skipped_updates" in line]
     assert sum(skipped) == 1
 
 
@@ -83,7 +78,7 @@ def test_a_run_that_goes_on_compares_with_the_steps_before_it_was_stopped():
     go_on()
     names = ("policy/grad_norm_ratio", "completion/length_ratio", "policy/entropy_ratio", "integrity/reward_jump")
     for name in names:
-        found, right = ([line.get(name) for line in lines_of(folder)] for folder in ("run", "whole"))
+        found, right = ([line.get(name) for line in lines(folder)] for folder in ("run", "whole"))
         assert found == right and sum(value is not None for value in right) >= 8, name
 
 
@@ -101,7 +96,7 @@ def test_a_clean_run_raises_no_alarm():
         TINY, ["run.steps=14", "run.dir=clean", "evaluation.every=5", "warm_start.steps=40", *overrides]
     )
     assert run_session(Session(config=config, say=lambda text: None))["alarms"] == []
-    logged = {name for line in lines_of("clean") for name in line}
+    logged = {name for line in lines("clean") for name in line}
     assert {
         "integrity/number/held_out_gap", "integrity/number/held_out_fall",
         "integrity/reward_fall", "integrity/reward_per_sqrt_kl", "policy/entropy_ratio", "completion/length_ratio",
