@@ -287,7 +287,7 @@ def test_a_checkpoint_that_is_not_kept_is_gone_at_once_or_named(tmp_path, monkey
             raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(shutil, "rmtree", fails)
-    with pytest.raises(RunFolderError, match="step-1 is not kept, and cannot be removed: .*Permission denied"):
+    with pytest.raises(RunFolderError, match=r"step-1 is not kept, and cannot be removed: .*Permission denied"):
         save_checkpoint(own, tmp_path, keep_last=1)
     assert [step for step, _ in checkpoints(tmp_path)] == [2]
     monkeypatch.setattr(shutil, "rmtree", remove)
