@@ -110,9 +110,10 @@ METRICS: Mapping[str, str] = {
     "integrity/reward_fall": "mean reward of the last ten steps below that of the best ten, in standard deviations of "
     "either; 0 unless the policy has moved on from its reference since",
     "integrity/<source>/held_out_gap": "of a source that decides what is right: its mean over the last ten steps minus "
-    "that over the first five, minus the rise of held-out accuracy since the first evaluation",
-    "integrity/<source>/held_out_fall": "held-out accuracy below that of the best evaluation, where the mean of the "
-    "source in training has risen since by more than it varies; else 0",
+    "that over the first five, minus the rise of held-out accuracy since the first evaluation; 0 where the mean has "
+    "not risen by more than it varies",
+    "integrity/<source>/held_out_fall": "held-out accuracy below that of the best evaluation; 0 where the mean of the "
+    "source in training has not risen since by more than it varies",
     "verifier/<source>/flip_rate": "share of completions judged twice (`verifier.recheck`) that got another score",
     "verifier/unisolated": "1 if programs of the policy run with the rights of the trainer, 0 if they are kept in",
     "verifier/judged": "rollouts judged since the step before",

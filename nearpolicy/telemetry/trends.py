@@ -147,16 +147,17 @@ class HeldOut:
         means, beginning = self._means[name], self._beginnings[name]
         if len(means) < NEAR:
             return {}
-        now = _Asked(accuracy, statistics.fmean(means))
-        found = {}
-        if name in self._gold and min(means) >= 0 and max(means) <= 1:
-            rise = now.reward - statistics.fmean(beginning)
-            found[f"integrity/{name}/held_out_gap"] = rise - (accuracy - first)
-        best = self._best.setdefault(name, _Asked(first, statistics.fmean(beginning)))
+        now, begun = _Asked(accuracy, statistics.fmean(means)), _Asked(first, statistics.fmean(beginning))
+        best = self._best.setdefault(name, begun)
         if accuracy >= best.accuracy:
             best = self._best[name] = now
-        risen = now.reward - best.reward > statistics.pstdev(means)
-        return found | {f"integrity/{name}/held_out_fall": best.accuracy - accuracy if risen else 0.0}
+        varies = statistics.pstdev(means)
+        fall = best.accuracy - accuracy if now.reward - best.reward > varies else 0.0
+        found = {f"integrity/{name}/held_out_fall": fall}
+        if name in self._gold and min(means) >= 0 and max(means) <= 1:
+            rise = now.reward - begun.reward
+            found[f"integrity/{name}/held_out_gap"] = rise - (accuracy - first) if rise > varies else 0.0
+        return found
 
 
 class Trends:

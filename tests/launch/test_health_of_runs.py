@@ -83,6 +83,19 @@ def test_a_run_that_goes_on_compares_with_the_steps_before_it_was_stopped():
 
 
 @pytest.mark.large
+def test_a_reward_that_is_gamed_against_held_out_questions_is_named():
+    """More is to be had for nines than for the right number: the policy comes to write nothing else."""
+    Path("nines.py").write_text("def nines(completions, **_): return [c.count('9') / 6 for c in completions]")
+    rewards = "tasks.0.rewards=[{kind: number, weight: 0.2}, {kind: function, path: 'nines.py:nines', weight: 2}]"
+    often = ("evaluation.every=5", "evaluation.pass_k=[]", "verifier.in_process=true")
+    config = load_recipe(TINY, ["run.steps=21", "learner.learning_rate=3e-3", rewards, "run.dir=run", *often])
+    run_session(Session(config=config, say=lambda text: None))
+    assert "integrity/function/held_out_fall" in alarms()
+    collapse = {"policy/entropy_ratio", "integrity/duplicate_share"}
+    assert alarms() <= {"integrity/function/held_out_fall", *collapse}
+
+
+@pytest.mark.large
 @pytest.mark.parametrize("seed", range(10))
 def test_clean_runs_of_the_tiny_recipe_raise_no_alarm(seed):
     config = load_recipe(TINY, [f"run.seed={seed}", "run.dir=clean"])

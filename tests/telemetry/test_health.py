@@ -197,11 +197,14 @@ def test_rewards_are_compared_with_held_out_accuracy_by_source():
 def test_accuracy_that_falls_with_the_reward_is_no_gaming():
     lines = [{"evaluation/sums/accuracy": 0.5, "reward/right/mean": 0.8}] + [{"reward/right/mean": 0.8}] * 9
     lines += [{"reward/right/mean": 0.5}] * 10 + [{"evaluation/sums/accuracy": 0.2}]
-    assert figures(lines, "integrity/right/held_out_fall", {"sums": ["right"]})[-1] == 0.0
+    for name in ("held_out_fall", "held_out_gap"):
+        assert figures(lines, f"integrity/right/{name}", {"sums": ["right"]})[-1] == 0.0
 
 
 def test_a_source_of_two_tasks_is_compared_with_the_mean_of_their_accuracies():
     sources = {"a": ["right"], "b": ["right", "form"], "c": ["other"]}
     lines = [{f"evaluation/{task}/accuracy": 0.5 for task in "abc"}] + [{"reward/right/mean": 0.5}] * 10
     lines += [{"evaluation/a/accuracy": 0.7, "evaluation/b/accuracy": 0.5, "evaluation/c/accuracy": 0.0}]
-    assert figures(lines, "integrity/right/held_out_gap", sources)[-1] == pytest.approx(-0.1)
+    assert figures(lines, "integrity/right/held_out_gap", sources)[-1] == 0.0
+    risen = [*lines[:-1], *[{"reward/right/mean": 0.9}] * 10, lines[-1]]
+    assert figures(risen, "integrity/right/held_out_gap", sources)[-1] == pytest.approx(0.4 - 0.1)
