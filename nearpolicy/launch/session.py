@@ -590,7 +590,8 @@ class Session:
     def _raise_alarms(self, step: int, metrics: Mapping[str, float]) -> None:
         """``metrics`` of a step, or of an evaluation."""
         for alarm in self.monitors.observe(step, metrics):
-            self.telemetry.event("monitor", "alarm", metric=alarm.metric, value=alarm.value, action=alarm.action)
+            seen = {"metric": alarm.metric, "value": alarm.value, "severity": alarm.severity, "action": alarm.action}
+            self.telemetry.event("monitor", "alarm", **seen)
             if alarm.action != "log":
                 self.say(f"{alarm.severity}: {alarm.text}" + _WHAT_FOLLOWS.get(alarm.action, ""))
             if alarm.action == "stop":

@@ -42,6 +42,11 @@ def test_a_gradient_that_is_not_finite_is_named_and_not_applied(monkeypatch):
     monkeypatch.setattr(Objective, "token_losses", poisoned)
     begin("queue.max_staleness=0")
     assert alarms() == {"policy/skipped_updates"}
+    with RunReader(Path("run")) as run:
+        [event] = run.events("alarm")
+    assert event.numbers == {
+        "metric": "policy/skipped_updates", "value": 1.0, "severity": "critical", "action": "alarm"
+    }  # fmt: skip
     skipped = [line["policy/skipped_updates"] for line in lines("run") if "policy/skipped_updates" in line]
     assert sum(skipped) == 1
 
