@@ -32,7 +32,7 @@ HEALTH = (
     # one text for nearly every prompt
     MonitorConfig(metric="integrity/duplicate_share", above=0.9, clear=0.7, steps=5, severity="info"),
     # less reward for more distance from the reference
-    MonitorConfig(metric="integrity/reward_fall", above=4, clear=2, steps=3),
+    MonitorConfig(metric="integrity/reward_fall", above=3, clear=1.5, steps=3),
     # rewards that held-out answers do not confirm
     MonitorConfig(metric="integrity/<source>/held_out_gap", above=0.3, clear=0.2, steps=2),
     MonitorConfig(metric="integrity/<source>/held_out_fall", above=0.15, clear=0.1, steps=2),
