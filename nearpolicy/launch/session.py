@@ -40,11 +40,12 @@ from nearpolicy.store.reader import RunReader
 from nearpolicy.store.retention import Retention
 from nearpolicy.store.writer import SqliteStore
 from nearpolicy.telemetry.events import Recorder
-from nearpolicy.telemetry.health import HEALTH, GradientNorms
+from nearpolicy.telemetry.health import HEALTH
 from nearpolicy.telemetry.integrity import Alarm, Monitors
 from nearpolicy.telemetry.metrics import MetricsWriter, as_logged
 from nearpolicy.telemetry.sinks import open_sinks, require_sinks
 from nearpolicy.telemetry.trace import Trace
+from nearpolicy.telemetry.trends import Trends
 from nearpolicy.verifier.combining import weighted_reward
 from nearpolicy.verifier.sandbox.ladder import UNISOLATED, Opened
 from nearpolicy.verifier.service import VerifierService
@@ -187,7 +188,7 @@ class Session:
         sinks = open_sinks(config.telemetry.sinks, self.folder.path, plain)
         closing.callback(sinks.close)
         self.monitors = Monitors([*config.monitors, *(HEALTH if config.telemetry.health else ())])
-        self._gradients = GradientNorms()
+        self._trends = self._no_trends()
         self._acting: list[Alarm] = []
         """Alarms of the step that is being ended, whose actions are to be taken."""
         self.telemetry = Recorder(
@@ -404,17 +405,18 @@ class Session:
                 await self._evaluate(step, with_pass=False)
         if config.checkpoint.every and step % config.checkpoint.every == 0 and not ended:
             await self._save()
-        return None if self.stop_requested else step
+        return None if self.stop_requested else await self._act(step)  # what an evaluation has raised
 
     def _remember(self, steps: int) -> list[Alarm]:
-        """What monitors had seen after so many steps; the alarms of the last one."""
+        """What monitors had seen after so many steps; the alarms of the last one, and of its weights."""
         with RunReader(self.folder.path) as run:
-            lines = [(line["step"], as_logged(line)) for line in run.metrics() if "policy/loss" in line]
-        before = [(step, metrics) for step, metrics in lines if step < steps]
-        self._gradients = GradientNorms()
-        for _, metrics in before:
-            self._gradients.ratio(metrics)
-        return self.monitors.recall(before)
+            lines = [(line["step"], as_logged(line)) for line in run.metrics() if line["step"] <= steps]
+        self._trends = self._no_trends()
+        self._trends.restore(metrics for _, metrics in lines)
+        return [alarm for alarm in self.monitors.recall(lines) if alarm.step >= steps - 1]
+
+    def _no_trends(self) -> Trends:
+        return Trends({task.name: [reward.source for reward in task.rewards] for task in self.config.tasks})
 
     async def _act(self, step: int) -> int | None:
         """What the alarms of a step ask for; the step that comes next, or None if that ends the run."""
@@ -428,12 +430,14 @@ class Session:
         return step
 
     async def _roll_back(self, alarm: Alarm) -> int | None:
-        most = alarm.monitor.most
+        most, done = alarm.monitor.most, self.learner.inner.version
+        if not done:
+            return 0  # an evaluation of the initial weights
         if self.recovery.rollbacks() >= most:
             self.say(f"{alarm.metric}: rolled back {count(most, 'time')} already (`most`); the run ends")
             self.stop()
             return None
-        back_to = max(0, alarm.first - alarm.monitor.back)
+        back_to = max(0, min(alarm.first - alarm.monitor.back, done - 1))
         await self.recovery.roll_back(self.queue, back_to, alarm.text)
         self._remember(back_to)
         return back_to
@@ -475,7 +479,9 @@ class Session:
             lineage = run.lineages.of(version)
         self.store.evaluated([replace(sample, lineage=lineage) for sample in samples])
         metrics = score_metrics(held_out_scores(samples), self.config.evaluation.pass_k)
-        self.telemetry.log_step(version, metrics)
+        line = {**metrics, **self._trends.of(metrics)}
+        self.telemetry.log_step(version, line)
+        self._raise_alarms(version, line)
         self.telemetry.event("evaluate", "evaluate", version=version, seconds=seconds, questions=len(samples))
         found = [f"{name.removeprefix('evaluation/')} {value:.3f}" for name, value in metrics.items()]
         if version == 0:
@@ -566,25 +572,29 @@ class Session:
         busy["verifier"] = times["time/verify_s"] / self.config.verifier.workers
         if (kept_in := self.verifier.isolation) is not None:
             metrics["verifier/unisolated"] = float(kept_in.isolation == UNISOLATED)
-        metrics |= self.verifier.flip_rates() | self.monitors.jump(metrics) | self._gradients.ratio(metrics)
+        metrics |= self.verifier.flip_rates() | self.monitors.jump(metrics) | self._trends.of(metrics)
         if self.queue.may_admit_fewer:
             metrics["queue/slots"] = float(self.queue.slots)
         metrics |= {f"utilisation/{role}": seconds / metrics["time/step_s"] for role, seconds in busy.items()}
         self.telemetry.log_step(step, metrics)
         self.watch.step = step + 1
+        self._raise_alarms(step, metrics)
+        if any(monitor.action == "lower_staleness" for monitor in self.config.monitors):
+            (self.queue.admit_fewer if self.monitors.lowers_staleness else self.queue.admit_more)()
+        if self.on_step is not None:
+            self.on_step(step, metrics)
+
+    def _raise_alarms(self, step: int, metrics: Mapping[str, float]) -> None:
+        """``metrics`` of a step, or of an evaluation."""
         for alarm in self.monitors.observe(step, metrics):
-            about = {"metric": alarm.metric, "value": alarm.value, "action": alarm.action, "text": alarm.text}
-            self.telemetry.event("monitor", "alarm", **about)
+            seen = {"metric": alarm.metric, "value": alarm.value, "severity": alarm.severity, "action": alarm.action}
+            self.telemetry.event("monitor", "alarm", **seen, text=alarm.text)
             if alarm.action != "log":
                 self.say(f"{alarm.severity}: {alarm.text}" + _WHAT_FOLLOWS.get(alarm.action, ""))
             if alarm.action == "stop":
                 self.stop()
             elif alarm.action in ("rollback", "pause"):
                 self._acting.append(alarm)
-        if any(monitor.action == "lower_staleness" for monitor in self.config.monitors):
-            (self.queue.admit_fewer if self.monitors.lowers_staleness else self.queue.admit_more)()
-        if self.on_step is not None:
-            self.on_step(step, metrics)
 
     def _sum_up(self, before: Any, after: Any, steps: int, times: Mapping[str, float]) -> dict[str, Any]:
         self.telemetry.flush()

@@ -7,6 +7,7 @@ complete. Older ones are removed only after that.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -27,8 +28,9 @@ from nearpolicy.models.lora import LoraPolicy
 from nearpolicy.models.weights import digests, fingerprint, load_weights
 
 STATE, DIGEST = "training_state.pt", "training_state.xxh3"
-_NAME = re.compile(r"step-(\d+)")
-_DRAFT = re.compile(r"\.step-\d+\.(tmp|old)")
+_NAME = re.compile(r"step-(0|[1-9]\d*)")
+_ASIDE = re.compile(r"\.(step-\d+)\.(tmp|old)")
+"""A draft, or what is being removed; a checkpoint that another one of its step is about to replace."""
 
 
 class SavesItself(Protocol):
@@ -75,7 +77,7 @@ def save_checkpoint(
         _clear_drafts(folder)
     found = dict(checkpoints(folder))
     for version in found.keys() - kept(found, scores or {}, last=keep_last, best=keep_best):
-        shutil.rmtree(found[version])
+        _remove(found[version])
     return target
 
 
@@ -87,11 +89,31 @@ def kept(versions: Iterable[int], scores: Mapping[int, float], *, last: int, bes
 
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """Complete checkpoints by step, oldest first."""
+    """Complete checkpoints by step, oldest first; folders of that name with none of our files in them are foreign."""
     if not folder.is_dir():
         return []
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return sorted(found)
+    found = {}
+    for path in sorted(folder.iterdir()):  # those set aside first, so that one in its place comes after
+        aside = _ASIDE.fullmatch(path.name)
+        name = _NAME.fullmatch(aside[1] if aside and aside[2] == "old" else path.name)
+        if name and ((path / STATE).exists() or (path / DIGEST).exists()):
+            found[int(name[1])] = path
+    return sorted(found.items())
+
+
+def _remove(checkpoint: Path) -> None:
+    """At once for everybody who looks, though it takes a while. A link to somewhere else is foreign."""
+    if checkpoint.is_symlink():
+        return
+    aside = checkpoint.with_name(f".{checkpoint.name}.tmp")
+    try:
+        checkpoint.rename(aside)
+        shutil.rmtree(aside)
+    except OSError as error:
+        raise RunFolderError(
+            f"checkpoint {checkpoint} is not kept, and cannot be removed: {error}. The newest one is complete; remove "
+            "this one, or raise checkpoint.keep_last"
+        ) from error
 
 
 def save_weights(learner: PolicyLearner, path: Path) -> None:
@@ -113,9 +135,13 @@ def load_saved_weights(learner: PolicyLearner, path: Path) -> None:
 
 
 def _clear_drafts(folder: Path) -> None:
-    """Remove what a save that did not come to its end, or that replaced a checkpoint, has left."""
+    """Remove what a save that did not come to its end has left, and put back what it was about to replace."""
     for path in folder.glob(".step-*") if folder.is_dir() else ():
-        if _DRAFT.fullmatch(path.name):
+        aside = _ASIDE.fullmatch(path.name)
+        if aside and aside[2] == "old" and not (folder / aside[1]).exists():
+            with contextlib.suppress(OSError):  # it is found where it is, too
+                path.rename(folder / aside[1])
+        elif aside:
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -32,7 +32,7 @@ from nearpolicy.learner.passes import Passes
 from nearpolicy.learner.report import StepTally, TokenStats
 from nearpolicy.learner.schedule import learning_rate
 from nearpolicy.learner.selection import minibatches, segment_places, trained_rows, useful_rows
-from nearpolicy.learner.tokens import NOTHING_KNOWN, Annotated, sequences_of, tokens_of
+from nearpolicy.learner.tokens import NOTHING_KNOWN, Annotated, require_finite, sequences_of, tokens_of
 from nearpolicy.models.lora import LoraPolicy
 from nearpolicy.models.numerics import Numerics
 from nearpolicy.models.policy import PolicyModel
@@ -142,6 +142,7 @@ class PolicyLearner:
             begin -= self._ahead.seconds
         annotated = self._timed("annotate", self.known_at_start, batch.rows) if self._annotates else NOTHING_KNOWN
         rows = self.revised(batch, annotated)
+        require_finite(rows)
         annotated = self.with_targets(batch, annotated)
         tally, values = StepTally(rows), ValueTally()
         for iteration in range(self.config.num_iterations):

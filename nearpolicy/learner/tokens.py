@@ -94,14 +94,28 @@ def _columns(
         for name, arrays in given.items():
             columns[name][here] = arrays[i][positions]
         for name, values in columns.items():
-            if not np.isfinite(values[here]).all():
-                bad = int(positions[~np.isfinite(values[here])][0])
-                raise NearpolicyError(
-                    f"group {rows[i].group}, sample {rows[i].sample}, token {bad}: its {_NAMES.get(name, name)} is "
-                    f"{values[here][~np.isfinite(values[here])][0]}; nothing is trained on such a batch. Find where it "
-                    "was made (nearpolicy inspect --group), or leave the group out"
-                )
+            _require_finite(rows[i], name, values[here], positions)
     return columns
 
 
 _NAMES = {"behavior": "behavior_logprobs", "proximal": "proximal_logprobs", "reference": "reference_logprobs"}
+
+
+def require_finite(rows: Sequence[Row]) -> None:
+    """`NearpolicyError` that names the first trained token whose advantage or log-probability is no number: before
+    anything is computed, so that no part of its batch is trained on."""
+    for row in rows:
+        positions = np.flatnonzero(row.trained)
+        _require_finite(row, "behavior", row.segment.behavior_logprobs[positions], positions)
+        _require_finite(row, "advantages", row.advantages[positions], positions)
+
+
+def _require_finite(row: Row, name: str, values: np.ndarray, positions: np.ndarray) -> None:
+    """``values``: of the tokens at these positions of the row."""
+    bad = ~np.isfinite(values)
+    if bad.any():
+        raise NearpolicyError(
+            f"group {row.group}, sample {row.sample}, token {int(positions[bad][0])}: its {_NAMES.get(name, name)} is "
+            f"{values[bad][0]}; nothing is trained on such a batch. Find where it was made (nearpolicy inspect "
+            "--group), or leave the group out"
+        )

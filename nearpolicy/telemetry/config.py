@@ -19,8 +19,9 @@ class TelemetryConfig(ConfigModel):
     """Write `trace.json` into the run folder: what each role did when during this many steps, every decode step and
     phase. Perfetto (ui.perfetto.dev) opens it. 0 writes none."""
     health: bool = True
-    """Watch for signs that learning has gone wrong, and say so: a gradient that is not finite or of another size,
-    importance weights that leave little of a batch, engine and learner that disagree. Actions are for `monitors`."""
+    """Watch for signs that learning has gone wrong, and say so: a gradient that is not finite or of another size, lost
+    entropy, importance weights that leave little of a batch, engine and learner that disagree, rewards that held-out
+    answers do not confirm, and others (docs/reliability.md). Actions are for `monitors`."""
     quiet_s: Seconds = 120.0
     """When no role has told of anything for so long, the run says who waits for whom; `nearpolicy why` says it at any
     time."""
@@ -30,13 +31,14 @@ class MonitorConfig(ConfigModel):
     """An entry of `monitors`: a metric that says when something is wrong."""
 
     metric: str
-    """Name of a metric (docs/metrics.md), as in `metrics.jsonl`."""
+    """Name of a metric (docs/metrics.md), as in `metrics.jsonl`; or of a family of them, as in
+    `verifier/<source>/flip_rate`: each of its metrics is then watched by itself."""
     above: float | None = None
     """Alarm when it is larger."""
     below: float | None = None
     """Alarm when it is smaller."""
     steps: PositiveInt = 1
-    """For so many steps in a row; a step without the metric does not count."""
+    """For so many steps in a row (evaluations, for a metric of theirs); a step without the metric does not count."""
     clear: float | None = None
     """The alarm is over when the metric is back on the good side of this, for as many steps; the bound itself if left
     out."""

@@ -47,7 +47,7 @@ EVENT_KINDS: Mapping[str, tuple[str, str, str]] = {
     "compare": ("sync", "tensors", "* digests compared"),
     "evaluate": ("evaluate", "questions", "* held-out questions under one fixed version"),
     "checkpoint": ("learner", "step", "* training state saved"),
-    "alarm": ("monitor", "metric, value, action, text", "a monitor saw a metric beyond its bound"),
+    "alarm": ("monitor", "metric, value, severity, action, text", "a monitor saw a metric beyond its bound"),
     "rollback": ("learner", "step, reason", "* weights and training state of fewer steps; which, and why"),
     "pause": ("monitor", "reason", "* the run waited for a person"),
     "resume": (

@@ -6,6 +6,7 @@ lines -> a jump of the reward against its own past  -> monitors -> alarms
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 from nearpolicy.records import Batch
 from nearpolicy.telemetry.config import MonitorConfig
+from nearpolicy.telemetry.metrics import pattern
 from nearpolicy.telemetry.suspicion import correlation, normalised
 
 PAST = 10
@@ -63,19 +65,19 @@ class Monitors:
     """Looks at the line of every step."""
 
     def __init__(self, monitors: Sequence[MonitorConfig]) -> None:
-        self._monitors = list(monitors)
-        self._in_a_row = [0] * len(self._monitors)
-        """Steps that speak for a change of what is raised."""
-        self._raised = [False] * len(self._monitors)
-        self._first = [0] * len(self._monitors)
+        self._monitors = [(monitor, pattern(monitor.metric)) for monitor in monitors]
+        self._in_a_row: dict[tuple[int, str], int] = {}
+        """By monitor and metric: steps that speak for a change of what is raised."""
+        self._first: dict[tuple[int, str], int] = {}
         """The first of those steps."""
+        self._raised: set[tuple[int, str]] = set()
         self._past: deque[float] = deque(maxlen=PAST)
         self.alarms: list[Alarm] = []
 
     def jump(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """The mean reward against that of the steps before, in their standard deviations; nothing at first."""
         reward = metrics.get("reward/mean")
-        if reward is None:
+        if reward is None or not math.isfinite(reward):
             return {}
         past = list(self._past)
         self._past.append(reward)
@@ -84,56 +86,50 @@ class Monitors:
         spread = max(statistics.pstdev(past), _LEAST_SPREAD)
         return {"integrity/reward_jump": (reward - statistics.fmean(past)) / spread}
 
+    def recall(self, lines: Iterable[tuple[int, Mapping[str, float]]]) -> list[Alarm]:
+        """Stand as after these lines, by step, which were looked at before, and after no others; the alarms that they
+        had raised."""
+        self._in_a_row.clear(), self._first.clear(), self._raised.clear(), self._past.clear()
+        known, self.alarms = self.alarms, []
+        for step, metrics in lines:
+            self.jump(metrics)
+            self.observe(step, metrics)
+        begun, self.alarms = self.alarms, known
+        return begun
+
     def observe(self, step: int, metrics: Mapping[str, float]) -> list[Alarm]:
         """Alarms that begin with this step."""
         begun = []
-        for place, monitor in enumerate(self._monitors):
-            value = metrics.get(monitor.metric)
-            if value is None:
-                continue
-            raised = self._raised[place]
-            bound = _beyond(monitor, value, cleared_at=monitor.clear if raised else None)
-            beyond = bound is not None
-            self._in_a_row[place] = self._in_a_row[place] + 1 if beyond != raised else 0
-            if self._in_a_row[place] == 1:
-                self._first[place] = step
-            if self._in_a_row[place] < monitor.steps:
-                continue
-            self._raised[place], self._in_a_row[place] = beyond, 0
-            if beyond:
-                lasting = f" for {monitor.steps} steps" if monitor.steps > 1 else ""
-                text = f"step {step}: {monitor.metric} is {value:.4g}, {bound}{lasting}"
-                begun.append(
-                    Alarm(
-                        step=step,
-                        metric=monitor.metric,
-                        value=value,
-                        text=text,
-                        monitor=monitor,
-                        first=self._first[place],
-                    )
-                )
+        for place, (monitor, names) in enumerate(self._monitors):
+            for metric in sorted(name for name in metrics if names.fullmatch(name)):
+                alarm = self._look(place, monitor, step, metric, metrics[metric])
+                begun += [alarm] if alarm else []
         self.alarms += begun
         return begun
 
-    def recall(self, lines: Iterable[tuple[int, Mapping[str, float]]]) -> list[Alarm]:
-        """Stand as after these steps, which were looked at before, and after no others; the alarms of the last one."""
-        self._in_a_row, self._raised = [0] * len(self._monitors), [False] * len(self._monitors)
-        self._past.clear()
-        known, begun = list(self.alarms), []
-        for step, metrics in lines:
-            self.jump(metrics)
-            begun = self.observe(step, metrics)
-        self.alarms = known
-        return begun
+    def _look(self, place: int, monitor: MonitorConfig, step: int, metric: str, value: float) -> Alarm | None:
+        key = place, metric
+        raised = key in self._raised
+        bound = _beyond(monitor, value, cleared_at=monitor.clear if raised else None)
+        beyond = bound is not None
+        self._in_a_row[key] = self._in_a_row.get(key, 0) + 1 if beyond != raised else 0
+        if self._in_a_row[key] == 1:
+            self._first[key] = step
+        if self._in_a_row[key] < monitor.steps:
+            return None
+        self._in_a_row[key] = 0
+        if not beyond:
+            self._raised.discard(key)
+            return None
+        self._raised.add(key)
+        lasting = f" for {monitor.steps} {_lines_of(metric)}" if monitor.steps > 1 else ""
+        text = f"step {step}: {metric} is {value:.4g}, {bound}{lasting}"
+        return Alarm(step=step, metric=metric, value=value, text=text, monitor=monitor, first=self._first[key])
 
     @property
     def lowers_staleness(self) -> bool:
         """Whether an alarm lasts whose action that is."""
-        return any(
-            raised and monitor.action == "lower_staleness"
-            for raised, monitor in zip(self._raised, self._monitors, strict=True)
-        )
+        return any(self._monitors[place][0].action == "lower_staleness" for place, _ in self._raised)
 
 
 def _beyond(monitor: MonitorConfig, value: float, cleared_at: float | None) -> str | None:
@@ -145,3 +141,7 @@ def _beyond(monitor: MonitorConfig, value: float, cleared_at: float | None) -> s
     if below is not None and not value >= below:
         return f"below {monitor.below:g}"
     return None
+
+
+def _lines_of(metric: str) -> str:
+    return "evaluations" if metric.startswith("evaluation/") or "/held_out_" in metric else "steps"

@@ -38,9 +38,11 @@ METRICS: Mapping[str, str] = {
     "batch/tokens": "sampled tokens of the groups the step consumed",
     "completion/length_mean": "sampled tokens per rollout",
     "completion/length_max": "sampled tokens of the longest rollout",
+    "completion/length_ratio": "mean length against the median of the 20 steps before; not in the first five",
     "completion/truncated_share": "share of rollouts cut by the length limit",
     "policy/loss": "value of the objective, per its aggregation",
     "policy/entropy": "mean entropy of the policy over computed tokens, in nats",
+    "policy/entropy_ratio": "entropy against the mean of the first five steps",
     "policy/clip_low_share": "share of computed tokens clipped from below",
     "policy/clip_high_share": "share of computed tokens clipped from above",
     "policy/skipped_updates": "updates of the step whose gradient was not finite and was not applied",
@@ -112,6 +114,15 @@ METRICS: Mapping[str, str] = {
     "integrity/duplicate_share": "share of completions whose text, white space apart, was also given to another prompt",
     "integrity/reward_length_correlation": "correlation of reward and length over the batch's completions",
     "integrity/reward_jump": "mean reward against that of the 10 steps before, in their standard deviations",
+    "integrity/reward_per_sqrt_kl": "gain of the mean reward since the first five steps, per square root of the KL to "
+    "the reference (nats per token), mean and median over the last ten steps",
+    "integrity/reward_fall": "mean reward of the last ten steps below that of the best ten, in standard deviations of "
+    "either; 0 unless the policy has moved on from its reference since",
+    "integrity/<source>/held_out_gap": "of a source that decides what is right: its mean over the last ten steps minus "
+    "that over the first five, minus the rise of held-out accuracy since the first evaluation; 0 where the mean has "
+    "not risen by more than it varies",
+    "integrity/<source>/held_out_fall": "held-out accuracy below that of the best evaluation; 0 where the mean of the "
+    "source in training has not risen since by more than it varies",
     "verifier/<source>/flip_rate": "share of completions judged twice (`verifier.recheck`) that got another score",
     "verifier/unisolated": "1 if programs of the policy run with the rights of the trainer, 0 if they are kept in",
     "verifier/judged": "rollouts judged since the step before",
@@ -138,6 +149,15 @@ FAMILIES: Mapping[str, str] = {
         "part is 0, so all of it is staleness, and it reads 0 where nothing is stale. Over computed tokens, of the "
         "first pass over the batch."
     ),
+    "integrity": (
+        "Whether rewards still mean what they should. Gao et al. 2022 (Scaling Laws for Reward Model Overoptimization) "
+        "find that the true reward rises by d (alpha - beta log d), d being the square root of the KL to the initial "
+        "policy: what is gained per d falls steadily, then the reward itself does, while d goes on growing. That is "
+        "what `integrity/reward_per_sqrt_kl` and `integrity/reward_fall` look at; they need a reference "
+        "(`objective.reference`). Those by source need evaluations (`evaluation.every`), stand in the line of an "
+        "evaluation, and begin with the one that has ten steps behind it. `held_out_gap` is left out where the means "
+        "of the source are not between 0 and 1."
+    ),
     "evaluation": (
         "In a line of their own, whose `step` is the version of the weights that answered. Accuracy is greedy unless "
         "`evaluation.temperature` says otherwise; right is what a task's first reward gives 1 or more, or calls "
@@ -148,10 +168,14 @@ FAMILIES: Mapping[str, str] = {
 }
 """First part of a name -> what holds for all names that begin with it."""
 
-_PATTERNS = [
-    re.compile("".join("[^/]+" if piece.startswith("<") else re.escape(piece) for piece in re.split(r"(<\w+>)", name)))
-    for name in METRICS
-]
+
+def pattern(name: str) -> re.Pattern[str]:
+    """What matches every metric that a name with placeholders stands for."""
+    pieces = re.split(r"(<\w+>)", name)
+    return re.compile("".join("[^/]+" if piece.startswith("<") else re.escape(piece) for piece in pieces))
+
+
+_PATTERNS = [pattern(name) for name in METRICS]
 
 
 def unknown_names(names: Iterable[str]) -> list[str]:
@@ -219,9 +243,9 @@ UNDONE = "undone"
 
 
 def as_logged(line: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of a step from its line, without evaluations; with values that are not finite as they were."""
+    """The metrics of a line, with values that are not finite as they were."""
     bad = line.get("not_finite", {})
-    names = [name for name in line if "/" in name and not name.startswith("evaluation/")]
+    names = [name for name in line if "/" in name]
     return {name: float(bad[name]) if name in bad else line[name] for name in names}
 
 

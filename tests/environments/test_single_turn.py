@@ -11,6 +11,8 @@ import pytest
 
 from nearpolicy.environments.single_turn import Bounded, SingleTurn
 from nearpolicy.errors import ConfigError, EngineError
+from nearpolicy.objectives.assign import assign_advantages
+from nearpolicy.objectives.config import ObjectiveConfig
 from nearpolicy.records import Admission, Finish, Group, Outcome, Prompt, Rollout, Verdict
 from nearpolicy.roles import Capabilities, Completion, Request, Sampling
 
@@ -162,6 +164,15 @@ def test_a_failed_completion_has_no_reward_and_the_others_are_used():
     assert group.failure is None
     assert len(generator.requests) == 1
     assert verifier.asked == ["A", "B", "D"]  # nobody was asked to judge what does not exist
+
+
+def test_only_samples_that_are_there_are_trained_and_compared():
+    """K30: one generation of four fails every time; the mean of the group is that of the other three."""
+    group = run(Bounded(single_turn(Generator(failing={2}), Verifier(order=(0, 1, 3))), timeout_s=10, retries=2))
+    rows = assign_advantages([group], ObjectiveConfig(scale_rewards="none"))
+    trained = {row.sample: row.advantages[row.trained].tolist() for row in rows if row.trained.any()}
+    mean = (0.0 + 0.1 + 0.3) / 3
+    assert trained == {sample: pytest.approx([reward - mean] * 2) for sample, reward in ((0, 0.0), (1, 0.1), (3, 0.3))}
 
 
 def test_an_empty_completion_is_not_judged_and_has_no_reward():

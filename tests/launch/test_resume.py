@@ -75,6 +75,10 @@ def fingerprints(folder: str) -> list[str]:
         return [record.fingerprint for record in run.versions()]
 
 
+def lines(folder: str) -> list[dict]:
+    return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+
+
 def sampled(folder: str) -> dict[int, list[list[int]]]:
     with RunReader(Path(folder)) as run:
         consumed = {used.admission for used in run.consumption()}
@@ -102,9 +106,9 @@ def test_stop_and_resume_leaves_no_trace_in_the_result(settings):
     go_on()
     assert fingerprints("run") == fingerprints("whole")
     assert sampled("run") == sampled("whole")
-    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "policy/loss" in line] == list(range(6))
-    rates = [line["learner/learning_rate"] for line in lines if "learner/learning_rate" in line]
+    logged = lines("run")
+    assert [line["step"] for line in logged if "policy/loss" in line] == list(range(6))
+    rates = [line["learner/learning_rate"] for line in logged if "learner/learning_rate" in line]
     assert rates == pytest.approx([1e-4, 2e-4, 3e-4, 4e-4, 5e-4, 6e-4])
     with RunReader(Path("run")) as run:
         assert set(run.ledger()) <= {Fate.TRAINED, Fate.ZERO_ADVANTAGE, Fate.ABORTED}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import resource
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,8 @@ import torch
 from learner_cases import EXACT, batch_of, learner, model_folder, random_rows, weights
 
 from nearpolicy.errors import RunFolderError, UserError
-from nearpolicy.learner.checkpoint import checkpoints, load_state, save_checkpoint
+from nearpolicy.learner import checkpoint as checkpoint_module
+from nearpolicy.learner.checkpoint import checkpoints, load_checkpoint, load_state, save_checkpoint
 from nearpolicy.learner.config import CriticConfig
 from nearpolicy.learner.step import PolicyLearner
 from nearpolicy.models.loading import load_policy
@@ -225,6 +227,72 @@ def test_a_save_that_was_killed_half_way_is_not_taken_for_a_checkpoint_and_is_cl
     assert checkpoints(tmp_path) == []
     save_checkpoint(trained(1), tmp_path, keep_last=1)
     assert names(tmp_path) == ["step-1"]
+
+
+def test_folders_files_and_links_that_only_look_like_checkpoints_are_never_touched(tmp_path):
+    elsewhere = save_checkpoint(trained(1), tmp_path / "elsewhere", keep_last=1)
+    folder = tmp_path / "checkpoints"
+    for name in ("step-3", "step-007"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "model.safetensors").write_text("mine")
+    (folder / "step-4").write_text("mine")
+    (folder / "step-1").symlink_to(elsewhere)
+    assert [step for step, _ in checkpoints(folder)] == [1]  # what a person has put elsewhere can still be read
+    own = learner()
+    for own.version in (8, 9):
+        save_checkpoint(own, folder, keep_last=1)
+    assert names(folder) == ["step-007", "step-1", "step-3", "step-4", "step-9"]
+    assert (elsewhere / "model.safetensors").exists()
+
+
+class Killed(BaseException):
+    """As `kill -9` does, nothing behind it is done."""
+
+
+@pytest.mark.parametrize("end", [Killed(), OSError(5, "Input/output error")])
+def test_a_save_that_replaces_its_own_step_leaves_one_of_the_two_at_every_moment(tmp_path, monkeypatch, end):
+    own = trained(1)
+    save_checkpoint(own, tmp_path, keep_last=1)
+    rename, clear = Path.rename, checkpoint_module._clear_drafts
+
+    def renamed(path: Path, target: Path) -> Path:
+        if path.name == ".step-1.tmp":
+            if isinstance(end, Killed):
+                monkeypatch.setattr(checkpoint_module, "_clear_drafts", lambda folder: None)
+            raise end
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    with pytest.raises((Killed, RunFolderError)):
+        save_checkpoint(own, tmp_path, keep_last=1)
+    monkeypatch.setattr(Path, "rename", rename)
+    monkeypatch.setattr(checkpoint_module, "_clear_drafts", clear)
+    [(step, path)] = checkpoints(tmp_path)
+    again = learner()
+    load_checkpoint(again, path)
+    assert step == again.version == 1
+    trained(2, own)
+    save_checkpoint(own, tmp_path, keep_last=2)
+    assert names(tmp_path) == ["step-1", "step-2"]
+
+
+def test_a_checkpoint_that_is_not_kept_is_gone_at_once_or_named(tmp_path, monkeypatch):
+    own = trained(1)
+    save_checkpoint(own, tmp_path, keep_last=1)
+    trained(2, own)
+    remove = shutil.rmtree
+
+    def fails(path, **options):
+        if not options:
+            raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(shutil, "rmtree", fails)
+    with pytest.raises(RunFolderError, match=r"step-1 is not kept, and cannot be removed: .*Permission denied"):
+        save_checkpoint(own, tmp_path, keep_last=1)
+    assert [step for step, _ in checkpoints(tmp_path)] == [2]
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    save_checkpoint(own, tmp_path, keep_last=1)
+    assert names(tmp_path) == ["step-2"]
 
 
 def test_no_folder_means_no_checkpoint(tmp_path):

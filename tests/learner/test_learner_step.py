@@ -29,6 +29,7 @@ from nearpolicy.learner.config import LearnerConfig
 from nearpolicy.learner.optimizer import MasterAdamW
 from nearpolicy.learner.report import TokenStats
 from nearpolicy.learner.schedule import learning_rate
+from nearpolicy.learner.step import PolicyLearner
 from nearpolicy.learner.tokens import NOTHING_KNOWN
 from nearpolicy.models.loading import resolve
 from nearpolicy.objectives import aggregation
@@ -91,7 +92,7 @@ def test_gradient_accumulation_never_changes_the_gradient(budget):
     assert loss_and_slope(GivenLosses(), rows, budget)[1] == pytest.approx(3.0, abs=1e-6)
 
 
-@pytest.mark.parametrize("budget", [100, 2])
+@pytest.mark.parametrize("budget", [100, 6, 2, 1])
 def test_a_logged_mean_is_a_mean_over_tokens_for_every_cut(budget):
     rows = [constant_row(0, 6, 0.1), constant_row(1, 2, 0.5)]
     stats = loss_and_slope(GivenLosses(), rows, budget)[2]
@@ -347,6 +348,35 @@ def test_a_gradient_that_is_not_finite_is_counted_and_not_applied(bad):
     assert all(np.array_equal(row.trained, before.trained) for row, before in zip(clean_report.rows, rows, strict=True))
     clean.step(batch_of(rows))
     assert torch.equal(weights(own.policy), weights(clean.policy))  # nothing of it stays in the moments
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["advantages", "behavior_logprobs"])
+@pytest.mark.parametrize("change", [{}, {"minibatches": 3, "num_iterations": 2}, {"max_tokens_per_microbatch": 40}])
+def test_a_batch_with_a_number_that_is_none_never_reaches_the_optimizer(where, bad, change):
+    """In the last row, after all that would have been learned before it: weights, moments and gradient stay."""
+    own, clean = learner(**change), learner(**change)
+    good = random_rows(13)
+    for each in (own, clean):
+        each.step(batch_of(good))
+    rows, last = random_rows(14), random_rows(14)[-1]
+    token = int(np.flatnonzero(last.trained)[-1])
+    values = np.array(getattr(last if where == "advantages" else last.segment, where))
+    values[token] = bad
+    broken = {where: values} if where == "advantages" else {"segment": replace(last.segment, **{where: values})}
+    before = [weights(own.policy), *moments(own)]
+    with pytest.raises(NearpolicyError, match=rf"group 2, sample 3, token {token}: its {where} is {bad}; nothing is"):
+        own.step(batch_of([*rows[:-1], replace(last, **broken)], step=1))
+    assert all(torch.equal(a, b) for a, b in zip([weights(own.policy), *moments(own)], before, strict=True))
+    assert (own.version, own.updates) == (clean.version, clean.updates)
+    for each in (own, clean):
+        each.step(batch_of(rows, step=1))
+    assert torch.equal(weights(own.policy), weights(clean.policy))
+
+
+def moments(own: PolicyLearner) -> list[torch.Tensor]:
+    states = own.optimizer.state_dict()["adamw"]["state"].values()
+    return [of[name].clone() for of in states for name in ("exp_avg", "exp_avg_sq")]
 
 
 def test_a_group_is_untrained_only_if_each_of_its_updates_was_skipped():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -81,6 +82,24 @@ def test_k56_values_that_are_not_finite_are_marked_and_raise_an_alarm(report):
     assert "policy/grad_norm was not finite at steps 2 (inf), 4 (inf)" in report.text
     assert report.charts["KL from the reference"]["marks"] == {"2": "KL nan", "4": "KL nan"}
     assert report.charts["Reward"]["marks"] == {} and None not in report.charts["Reward"]["traces"][0]["y"]
+
+
+@pytest.mark.parametrize(("infinity", "word"), [(math.inf, "inf"), (-math.inf, "-inf")])
+def test_one_step_with_a_good_and_two_bad_values_is_drawn_marked_and_alarmed(tmp_path, infinity, word):
+    """K56: reward 0.5, KL not a number, gradient norm infinite; the page's own data is strict JSON too."""
+    folder = make_run(tmp_path, steps=1)
+    folder.metrics.unlink()
+    writer = MetricsWriter(folder.metrics)
+    writer.write(0, {"reward/mean": 0.5, "policy/kl_reference": math.nan, "policy/grad_norm": infinity})
+    writer.close()
+    page = Page(write_report(folder.path).read_text())
+    assert page.charts["Reward"]["traces"][0]["y"] == [0.5] and page.charts["Reward"]["marks"] == {}
+    assert page.charts["KL from the reference"]["marks"] == {"0": "KL nan"}
+    assert page.charts["Gradient norm"]["marks"] == {"0": f"norm {word}"}
+    alarms = f"Not finitepolicy/grad_norm was not finite at step 0 ({word})policy/kl_reference was not finite at step 0"
+    assert alarms in page.text and any(attributes.get("role") == "alert" for _, attributes in page.tags)
+    [data] = re.findall(r"const CHARTS = (.*);$", "".join(page.scripts), flags=re.M)
+    json.loads(data, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
 
 
 def test_tokens_idle_causes_and_answers_are_told(report):
