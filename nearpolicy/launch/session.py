@@ -223,6 +223,9 @@ class Session:
             on_event=partial(tell, "sync"),
         )
         self.evaluator = build.make_evaluator(config, self.language, generator, self.verifier)
+        self.meter = build.make_meter(
+            config, self.language, self.model, self.engine, self.learner, partial(tell, "monitor"), self.say
+        )
 
     async def _run(self) -> dict[str, Any]:
         """Three times go into the summary: ``setup_s`` until version 0 is published; ``wall_s`` of training, from the
@@ -369,6 +372,8 @@ class Session:
         """Runs while the learner is idle and no version changes; generation goes on."""
         config, step = self.config, report.version
         ended = self.stop_requested or step == config.run.steps
+        if step % config.sync.weight_sync_steps == 0 or step == config.run.steps:
+            await self.meter.published(report, ended=ended)
         if step % config.sync.weight_sync_steps == 0 or ended:
             await self._keep(step)
             if config.evaluation.every and step % config.evaluation.every == 0 and not ended:
@@ -572,6 +577,8 @@ class Session:
         metrics |= self.verifier.flip_rates() | self.monitors.jump(metrics) | self._gradients.ratio(metrics)
         if self.queue.may_admit_fewer:
             metrics["queue/slots"] = float(self.queue.slots)
+        metrics |= self.meter.probed()
+        self.meter.observe(metrics)
         metrics |= {f"utilisation/{role}": seconds / metrics["time/step_s"] for role, seconds in busy.items()}
         self.telemetry.log_step(step, metrics)
         self.watch.step = step + 1
@@ -617,6 +624,7 @@ class Session:
                 "max": _largest(lines, "mismatch/logprob_diff_max"),
             },
             "alarms": [alarm.text for alarm in self.monitors.alarms],
+            "diagnoses": self.meter.found,
             "packages": self.packages,
         }
         self.folder.write_summary(summary)

@@ -48,6 +48,8 @@ EVENT_KINDS: Mapping[str, tuple[str, str, str]] = {
     "evaluate": ("evaluate", "questions", "* held-out questions under one fixed version"),
     "checkpoint": ("learner", "step", "* training state saved"),
     "alarm": ("monitor", "metric, value, action", "a monitor saw a metric beyond its bound"),
+    "probe": ("monitor", "tokens", "* tokens sampled and scored to compare engine and learner; 0 if it took too long"),
+    "diagnosis": ("monitor", "cause, text, ...", "* engine and learner disagree: the fault that explains it"),
     "resume": (
         "learner",
         "step, checkpoint, anew",

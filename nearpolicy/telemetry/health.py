@@ -20,12 +20,14 @@ HEALTH = (
     MonitorConfig(metric="policy/clip_low_share", above=0.5, steps=3, severity="warning"),
     MonitorConfig(metric="mismatch/ess", below=0.1, clear=0.3, steps=2, severity="warning"),
     MonitorConfig(metric="mismatch/engine_kl", above=0.1, steps=2, severity="critical"),
+    MonitorConfig(metric="mismatch/probe_kl", above=0.1, steps=2, severity="critical"),
     MonitorConfig(metric="reward/zero_variance_share", above=0.999, steps=20, severity="info"),
     MonitorConfig(metric="integrity/duplicate_share", above=0.9, steps=5, severity="info"),
 )
 """In the order of metrics: a gradient that is not finite; one of another size than before; a policy far from its
 reference; updates that clip most tokens; importance weights that leave a tenth of the batch; engine and learner that
-disagree about weights they share; nothing to learn from; one text for nearly every prompt."""
+disagree about weights they share, on rollouts or on a probe; nothing to learn from; one text for nearly every
+prompt."""
 
 PAST = 20
 _LEAST_PAST = 5
