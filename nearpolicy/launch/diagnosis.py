@@ -78,8 +78,9 @@ class Bound:
 
 EXACT = Bound(metric="logprob_diff_max", value=0.0)
 FLOAT32 = Bound(metric="logprob_diff_max", value=1e-3)
-LOW_PRECISION = Bound(metric="kl", value=1e-2)
-"""With exact numerics; with float32 on both sides; with narrower numbers on a side by the recipe."""
+LOW_PRECISION = Bound(metric="kl", value=0.05)
+"""With exact numerics; with float32 on both sides (measured: 2e-5 nats); with narrower numbers on a side by the recipe
+(measured: 0.002 on SmolLM2, 0.015 on a tiny mixture of experts, whose routing flips)."""
 
 
 def bound_of(numerics: str, *, narrow: bool) -> Bound:
@@ -93,7 +94,7 @@ async def diagnose(
     """Both hold ``version``, and keep it until this returns. ``prompts``: of the batch that disagreed."""
     shape = {"n": SAMPLES, "tokens": TOKENS_EACH}
     prompts, scoring = prompts[:MAX_PROMPTS], probe.scoring
-    asked = await probe.measure(prompts, version, **shape, purpose="diagnosis")
+    asked = await probe.measure(prompts, version, **shape, name="diagnosis")
     if not bound.exceeded_by(asked.metrics):
         text = (
             f"asked again under version {version}, engine and learner agree over {len(asked.engine)} tokens (mean "
@@ -102,7 +103,7 @@ async def diagnose(
         )
         return Diagnosis(cause="unknown", text=text, numbers={"gap": asked.gap})
     unseen = [_unseen(prompt, version, scoring.policy) for prompt in prompts]
-    apart = await probe.measure(unseen, version, **shape, purpose="diagnosis-unseen")
+    apart = await probe.measure(unseen, version, **shape, name="diagnosis-unseen")
     learner = await scoring.call(_of_learner, scoring, asked.rows)
     memory = await engine.examine(lambda it: _of_engine(it, scoring, asked.rows, learner.digests))
     case = _Case(asked, apart, learner, memory, scoring.policy, probe.sampling.temperature, bound)

@@ -21,7 +21,7 @@ from nearpolicy.launch.probe import TOKENS_EACH, Probe
 from nearpolicy.records import Row, StepReport
 
 SHARE, AT_LEAST_S = 0.05, 1.0
-"""Of the run's time that the learner waits for probes, at most; but so many seconds each may take."""
+"""Of the run's time, less what probes took of it: how long the learner waits for one; but so many seconds always."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from nearpolicy.generator.scheduler import PROBE
 from nearpolicy.learner.passes import Passes
 from nearpolicy.models.policy import PolicyModel
 from nearpolicy.objectives.diagnostics import distance, log_ratios
@@ -87,30 +88,31 @@ class Probe:
     seed: int
 
     async def measure(
-        self, prompts: Sequence[np.ndarray], version: int, *, n: int, tokens: int = TOKENS_EACH, purpose: str = "probe"
+        self, prompts: Sequence[np.ndarray], version: int, *, n: int, tokens: int = TOKENS_EACH, name: str = PROBE
     ) -> Probed:
-        """``n`` completions of up to ``tokens`` tokens for each prompt. The learner must hold ``version`` too."""
-        rows = await self.rows(prompts, version, n=n, tokens=tokens, purpose=purpose)
+        """``n`` completions of up to ``tokens`` tokens for each prompt. The learner must hold ``version`` too.
+        ``name``: of the requests; those that run at a time have different ones."""
+        rows = await self.rows(prompts, version, n=n, tokens=tokens, name=name)
         return Probed(rows, flat([row.segment.behavior_logprobs for row in rows]), flat(await self.score(rows)))
 
     async def score(self, rows: Sequence[Row]) -> list[np.ndarray]:
         return await self.scoring.logprobs(rows) if rows else []
 
     async def rows(
-        self, prompts: Sequence[np.ndarray], version: int, *, n: int, tokens: int, purpose: str
+        self, prompts: Sequence[np.ndarray], version: int, *, n: int, tokens: int, name: str
     ) -> tuple[Row, ...]:
         """In the order of prompts and samples; without completions that failed or are empty."""
         sampling = replace(self.sampling, max_tokens=min(tokens, self.sampling.max_tokens))
         requests = [
             Request(
-                id=f"{purpose}-{version}-{place}",
+                id=f"{name}-{version}-{place}",
                 token_ids=prompt,
                 sampling=sampling,
                 n=n,
                 seed=self.seed,
                 admission=place,
                 turn=version,
-                purpose=purpose,
+                purpose=PROBE,
                 version=version,
             )
             for place, prompt in enumerate(prompts)
