@@ -149,7 +149,7 @@ def invariance_said(found) -> Finding:
             "is refused. With fast, the gap between engine and learner is measured and corrected",
         )
     threads = f"up to {found.max_threads} thread{'s' * (found.max_threads > 1)}"
-    return ok("batch invariance", f"rows of products are independent from {found.min_rows} rows a thread on, {threads}: "
+    return ok("batch invariance", f"rows of products stand alone from {found.min_rows} rows a thread on, {threads}: "
               "exact numerics are to be had")  # fmt: skip
 
 
