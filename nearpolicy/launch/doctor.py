@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nearpolicy.errors import ConfigError
+from nearpolicy.errors import ConfigError, ModelError
 from nearpolicy.launch.findings import Finding, show
 from nearpolicy.launch.words import section
 from nearpolicy.visible import visible
@@ -86,8 +86,11 @@ def _model(path: str, numerics: str | None) -> list[Finding]:
         path = ModelConfig(path=path).path
     except ValueError as error:
         raise ConfigError(f"--model {path}: {error}") from None
-    folder = resolve(path)
-    renderer = of.renderer_of(folder)
+    try:
+        folder = resolve(path)
+        renderer = of.renderer_of(folder)
+    except ModelError as error:
+        raise ModelError(str(error).replace("model.path", "--model", 1)) from None
     found = show(f"text of {path}", of.text(renderer))
     torch.set_num_threads(num_cores())
     policy = load_policy(folder, torch.float32, pick_device(), known_to_fit=True)
