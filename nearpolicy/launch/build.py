@@ -329,12 +329,11 @@ def make_meter(
     say: Callable[[str], None],
 ) -> Meter:
     """Compares engine and learner after publications."""
-    narrow = config.model.dtype != "float32" or config.generator.weights != "same"
     scoring = Scoring.of(learner)
     return Meter(
         probe=Probe(generator=engine.runner, scoring=scoring, sampling=language.sampling, seed=config.run.seed),
         engine=engine.runner,
-        bound=bound_of(model.mode, narrow=narrow),
+        bound=bound_of(model.mode, model.policy, narrow=config.generator.weights != "same"),
         ends=language.renderer.stop_token_ids,
         tokens=config.telemetry.probe,
         diagnoses=config.telemetry.health and (config.same_support or not config.sampling.leaves_out),

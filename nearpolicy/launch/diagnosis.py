@@ -28,6 +28,7 @@ from nearpolicy.launch.probe import Probe, Probed, Scoring, flat, mean_gap
 from nearpolicy.models.fitness import TOLERANCE as ROUNDING
 from nearpolicy.models.lora import LoraLinear, LoraPolicy
 from nearpolicy.models.policy import IMPOSSIBLE, PolicyModel, Support, log_softmax, restricted
+from nearpolicy.models.shapes import is_mixture
 from nearpolicy.models.weights import differing, digests, named_weights
 from nearpolicy.records import Finish, Row
 
@@ -79,13 +80,15 @@ class Bound:
 EXACT = Bound(metric="logprob_diff_max", value=0.0)
 FLOAT32 = Bound(metric="logprob_diff_max", value=1e-3)
 LOW_PRECISION = Bound(metric="kl", value=0.05)
-"""With exact numerics; with float32 on both sides (measured: 2e-5 nats); with narrower numbers on a side by the recipe
-(measured: 0.002 on SmolLM2, 0.015 on a tiny mixture of experts, whose routing flips)."""
+"""With exact numerics; with float32 on both sides (measured: 2e-5 nats), and for experts always; with narrower numbers
+on a side by the recipe (measured: 0.002 on SmolLM2, 0.015 on a tiny mixture of experts, whose routing flips)."""
 
 
-def bound_of(numerics: str, *, narrow: bool) -> Bound:
-    """``narrow``: by the recipe one side, or both, compute in less than float32."""
-    return EXACT if numerics == "exact" else LOW_PRECISION if narrow else FLOAT32
+def bound_of(numerics: str, policy: PolicyModel, *, narrow: bool = False) -> Bound:
+    """``narrow``: the engine computes in less than the numbers of the ``policy``."""
+    if narrow or next(policy.parameters()).dtype != torch.float32:
+        return LOW_PRECISION
+    return EXACT if numerics == "exact" and not is_mixture(policy) else FLOAT32
 
 
 async def diagnose(

@@ -21,7 +21,7 @@ import torch
 from nearpolicy.errors import ModelError
 from nearpolicy.generator.engine import Engine, EngineLimits
 from nearpolicy.generator.runner import EngineRunner
-from nearpolicy.launch.diagnosis import bound_of, diagnose
+from nearpolicy.launch.diagnosis import EXACT, bound_of, diagnose
 from nearpolicy.launch.findings import Finding, info, note, ok, wrong
 from nearpolicy.launch.inline import RoleThread
 from nearpolicy.launch.probe import Probe, Scoring
@@ -307,8 +307,7 @@ def agreement(sides: Sides, renderer: Renderer) -> Iterator[Finding]:
 
 
 async def _agreement_at(sides: Sides, renderer: Renderer, prompts: Sequence[np.ndarray], temperature: float) -> Finding:
-    narrow = next(sides.policy.parameters()).dtype != torch.float32
-    label, bound = f"temperature {temperature:g}", bound_of(sides.mode, narrow=narrow)
+    label, bound = f"temperature {temperature:g}", bound_of(sides.mode, sides.policy)
     probe = sides.probe(temperature, renderer)
     found = await probe.measure(prompts, 0, n=SAMPLES, tokens=TOKENS, name=label)
     largest, kl = (found.metrics[f"mismatch/probe_{name}"] for name in ("logprob_diff_max", "kl"))
@@ -328,7 +327,7 @@ async def _greedy(sides: Sides, renderer: Renderer, prompts: Sequence[np.ndarray
     tokens = np.concatenate([row.segment.token_ids for row in rows])
     others = int((chosen != tokens).sum())
     said = f"{len(tokens) - others} of {len(tokens)} tokens are the learner's first choice"
-    if others and sides.mode == "exact":
+    if others and bound_of(sides.mode, sides.policy) is EXACT:
         return wrong("greedy", f"{said}; with exact numerics all are: engine and learner compute different things")
     return ok("greedy", said)
 

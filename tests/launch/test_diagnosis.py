@@ -16,10 +16,10 @@ from torch import nn
 from nearpolicy.generator.engine import Engine, EngineLimits
 from nearpolicy.generator.runner import EngineRunner
 from nearpolicy.launch.diagnosis import EXACT as NO_GAP
-from nearpolicy.launch.diagnosis import diagnose, nearest_temperature, wrong_stops
+from nearpolicy.launch.diagnosis import bound_of, diagnose, nearest_temperature, wrong_stops
 from nearpolicy.launch.inline import LearnerInThread, RoleThread
 from nearpolicy.launch.probe import Probe, Scoring
-from nearpolicy.models.loading import load_policy
+from nearpolicy.models.loading import load_policy, resolve
 from nearpolicy.models.lora import LoraPolicy
 from nearpolicy.models.weights import digests, named_weights
 from nearpolicy.objectives.config import ObjectiveConfig
@@ -282,3 +282,20 @@ def test_right_ends_are_named_nothing():
     assert wrong_stops(ends_well, [END, 8]) is None
     assert wrong_stops([row(4, END, 5, END, mask=[True, True, False, True])], [END]) is None  # an observation follows
     assert wrong_stops([row(4, 3)], [END], strings=True) is None
+
+
+# What is no fault
+
+
+def test_what_is_allowed_depends_on_what_can_be_kept():
+    plain, experts = (resolve(f"random:{family}") for family in ("llama", "qwen3_moe"))
+    llama, mixture = (load_policy(folder, known_to_fit=True) for folder in (plain, experts))
+    assert bound_of("exact", llama).value == 0.0
+    assert bound_of("fast", llama) is bound_of("exact", mixture)
+    assert bound_of("fast", llama, narrow=True).metric == "kl"
+
+
+def test_a_number_that_is_none_is_beyond_any_bound():
+    assert NO_GAP.exceeded_by({"mismatch/engine_logprob_diff_max": float("nan")})
+    assert NO_GAP.exceeded_by({"mismatch/probe_logprob_diff_max": 0.0}) is False
+    assert NO_GAP.exceeded_by({"policy/loss": 1.0}) is None
