@@ -98,6 +98,9 @@ async def diagnose(
     shape = {"n": SAMPLES, "tokens": TOKENS_EACH}
     prompts, scoring = prompts[:MAX_PROMPTS], probe.scoring
     asked = await probe.measure(prompts, version, **shape, name="diagnosis")
+    if not asked.rows:
+        text = f"asked again under version {version}, the engine completes none of {len(prompts)} prompts"
+        return Diagnosis(cause="unknown", text=f"{text}: look at why requests fail (nearpolicy inspect)")
     if not bound.exceeded_by(asked.metrics):
         text = (
             f"asked again under version {version}, engine and learner agree over {len(asked.engine)} tokens (mean "
@@ -267,7 +270,8 @@ def _explained(case: _Case) -> Diagnosis:
     candidates = [*_by_temperature(case), *_by_adapter(case)]
     if candidates:
         return min(candidates, key=lambda each: each.numbers["residual"])
-    if not case.bound.exceeded_by(case.apart.metrics) or case.apart.gap <= EXPLAINED * case.asked.gap:
+    agrees = case.bound.exceeded_by(case.apart.metrics) is False
+    if agrees or (case.apart.rows and case.apart.gap <= EXPLAINED * case.asked.gap):
         return _stale_prefix(case)
     return _by_precision(case) or _unknown(
         case,

@@ -218,6 +218,13 @@ def test_what_agrees_is_named_nothing(pair, sampling):
     assert found.cause == "unknown" and found.numbers["gap"] == 0.0 and "is over" in found.text
 
 
+def test_an_engine_that_completes_nothing_is_said_to(pair):
+    with torch.no_grad():
+        pair.policy.model.get_output_embeddings().weight.fill_(float("nan"))
+    found = asyncio.run(named(pair))
+    assert found.cause == "unknown" and "completes none of 3 prompts" in found.text
+
+
 def test_a_temperature_is_found_where_only_some_tokens_can_be_drawn(pair):
     folder = model_folder()
     inner = learner(folder=folder, objective=Objective(ObjectiveConfig(same_support=True), 12))
