@@ -21,7 +21,8 @@ from nearpolicy.launch.probe import TOKENS_EACH, Probe
 from nearpolicy.records import Row, StepReport
 
 SHARE, AT_LEAST_S = 0.05, 1.0
-"""Of the run's time, less what probes took of it: how long the learner waits for one; but so many seconds always."""
+"""Of the run's time, what the learner may spend on probes: while they have taken more there is none. One that is begun
+may take what is left of it, or so many seconds."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -101,7 +102,10 @@ class Meter:
     async def _measure(self, prompts: Sequence[np.ndarray], version: int) -> None:
         begin = self.clock()
         self._began = begin if self._began is None else self._began
-        allowed = max(AT_LEAST_S, SHARE * (begin - self._began) - self._spent)
+        left = SHARE * (begin - self._began) - self._spent
+        if left < 0.0:
+            return
+        allowed = max(AT_LEAST_S, left)
         prompts = prompts[: -(-self.tokens // TOKENS_EACH)]
         n = -(-self.tokens // (TOKENS_EACH * len(prompts)))
         try:

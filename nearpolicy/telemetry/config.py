@@ -25,8 +25,8 @@ class TelemetryConfig(ConfigModel):
     probe: int = Field(32, ge=0, le=4096)
     """Tokens by which engine and learner are compared after a publication where the last batch had fewer that were
     sampled under the learner's own weights: so many are sampled for this alone, under the new version, for prompts of
-    that batch. They are no rollouts and train nothing. The learner waits for them, each time for a second at most, or
-    for longer where all of them together stay below a twentieth of the run. 0 asks for none."""
+    that batch. They are no rollouts and train nothing. The learner waits for them: once they have taken more than a
+    twentieth of the run's time, publications go by without a probe until they have not. 0 asks for none."""
     quiet_s: Seconds = 120.0
     """When no role has told of anything for so long, the run says who waits for whom; `nearpolicy why` says it at any
     time."""
