@@ -67,7 +67,8 @@ class Request:
     """Admission index; with seed, sample, turn, position and purpose it decides the random numbers."""
     turn: int = 0
     purpose: str = "rollout"
-    """rollout, baseline or evaluation: a part of the random key, and the ledger it is counted in."""
+    """rollout, baseline, evaluation or probe: a part of the random key, and the ledger it is counted in (none for a
+    probe, which also starts before requests that wait)."""
     policy: str = "policy"
     version: int | None = None
     """Start only under this version; None takes the newest."""

@@ -20,7 +20,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,6 +28,8 @@ from nearpolicy.errors import EngineError, NearpolicyError, UserError
 from nearpolicy.generator.engine import Engine
 from nearpolicy.records import BASELINE
 from nearpolicy.roles import Capabilities, Completion, Request, Weights
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -137,6 +139,10 @@ class EngineRunner:
             return await asyncio.wrap_future(done)
         finally:
             done.cancel()  # changes nothing once it has begun
+
+    async def examine(self, look: Callable[[Engine], T]) -> T:
+        """What ``look`` finds at the engine between two forward passes, in its thread. It must leave all as it is."""
+        return await self._call(lambda: look(self._engine))
 
     def capabilities(self) -> Capabilities:
         exact = self._numerics == "exact"

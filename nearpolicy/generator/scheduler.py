@@ -22,6 +22,9 @@ from nearpolicy.generator.sampling import sequence_key
 from nearpolicy.models.attention import PAGE
 from nearpolicy.roles import Request
 
+PROBE = "probe"
+"""Purpose of requests that somebody stands still for: they start before others that wait."""
+
 
 @dataclass(eq=False)
 class Sequence:
@@ -147,7 +150,8 @@ class Scheduler:
         samples = (
             Sequence(request, i, prompt, sequence_key(request, i), law, sampling.max_tokens) for i in range(request.n)
         )
-        self._prompts.append(Prefix(request, prompt, deque(samples)))
+        place = self._prompts.appendleft if request.purpose == PROBE else self._prompts.append
+        place(Prefix(request, prompt, deque(samples)))
 
     def waiting(self, request_id: str) -> list[Sequence]:
         """Samples of a request that have not started."""

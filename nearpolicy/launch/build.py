@@ -21,7 +21,10 @@ from nearpolicy.evaluate.evaluator import Evaluator, HeldOut
 from nearpolicy.generator.engine import Engine, EngineLimits
 from nearpolicy.generator.runner import EngineRunner
 from nearpolicy.launch.check import load_data
+from nearpolicy.launch.diagnosis import bound_of
 from nearpolicy.launch.inline import LearnerInThread, RoleThread
+from nearpolicy.launch.meter import Meter
+from nearpolicy.launch.probe import Probe, Scoring
 from nearpolicy.launch.sizes import longest_sequence, role_threads
 from nearpolicy.learner.step import PolicyLearner
 from nearpolicy.machine import num_cores
@@ -309,6 +312,29 @@ def make_evaluator(config: RunConfig, language: Language, generator: Generator, 
         seed=config.run.seed,
         render=language.renderer.prompt_ids,
         decode=language.decode,
+    )
+
+
+def make_meter(
+    config: RunConfig,
+    language: Language,
+    model: FitModel,
+    engine: EngineParts,
+    learner: LearnerInThread,
+    tell: OnEvent,
+    say: Callable[[str], None],
+) -> Meter:
+    """Compares engine and learner after publications."""
+    scoring = Scoring.of(learner)
+    return Meter(
+        probe=Probe(generator=engine.runner, scoring=scoring, sampling=language.sampling, seed=config.run.seed),
+        engine=engine.runner,
+        bound=bound_of(model.mode, model.policy, narrow=config.generator.weights != "same"),
+        ends=language.renderer.stop_token_ids,
+        tokens=config.telemetry.probe,
+        diagnoses=config.telemetry.health and (config.same_support or not config.sampling.leaves_out),
+        tell=tell,
+        say=say,
     )
 
 

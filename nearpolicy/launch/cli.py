@@ -32,7 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "why": ("nearpolicy.launch.why", "Say who waits for whom in a run, since when, with stacks; or how it ended."),
     "export": ("nearpolicy.launch.export", "Write a run's record as Parquet or JSONL, without loss."),
     "import": ("nearpolicy.launch.import_run", "Make a run folder of an exported record."),
-    "doctor": ("nearpolicy.launch.doctor", "Examine this machine: what it offers, and what to do about the rest."),
+    "doctor": ("nearpolicy.launch.doctor", "Examine this machine, or a model: what is wrong, and what to do."),
     "report": ("nearpolicy.launch.report", "Write a run's report: one HTML file."),
 }
 """Name -> (module with a function `command`, or with a table `COMMANDS` of its own; help line)."""

@@ -245,6 +245,9 @@ class Session:
         self.recovery = Recovery(
             config, self.folder, self.learner, self.publisher, self.store, self.telemetry, self.say, self._warm_start
         )
+        self.meter = build.make_meter(
+            config, self.language, self.model, self.engine, self.learner, partial(tell, "monitor"), self.say
+        )
 
     async def _run(self) -> dict[str, Any]:
         """Three times go into the summary: ``setup_s`` until version 0 is published; ``wall_s`` of training, from the
@@ -399,6 +402,8 @@ class Session:
         if (follows := await self._act(step)) != step:
             return follows
         ended = self.stop_requested or step == config.run.steps
+        if step % config.sync.weight_sync_steps == 0 or step == config.run.steps:
+            await self.meter.published(report, ended=ended)
         if step % config.sync.weight_sync_steps == 0 or ended:
             await self._keep(step)
             if config.evaluation.every and step % config.evaluation.every == 0 and not ended:
@@ -440,6 +445,7 @@ class Session:
         back_to = max(0, min(alarm.first - alarm.monitor.back, done - 1))
         await self.recovery.roll_back(self.queue, back_to, alarm.text)
         self._remember(back_to)
+        self.meter.follow(self.learner)
         return back_to
 
     async def _pause(self, alarm: Alarm) -> None:
@@ -575,6 +581,8 @@ class Session:
         metrics |= self.verifier.flip_rates() | self.monitors.jump(metrics) | self._trends.of(metrics)
         if self.queue.may_admit_fewer:
             metrics["queue/slots"] = float(self.queue.slots)
+        metrics |= self.meter.probed()
+        self.meter.observe(metrics)
         metrics |= {f"utilisation/{role}": seconds / metrics["time/step_s"] for role, seconds in busy.items()}
         self.telemetry.log_step(step, metrics)
         self.watch.step = step + 1
@@ -631,6 +639,7 @@ class Session:
                 "max": _largest(lines, "mismatch/logprob_diff_max"),
             },
             "alarms": alarms,
+            "diagnoses": self.meter.found,
             "packages": self.packages,
         }
         self.folder.write_summary(summary)

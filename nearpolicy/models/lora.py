@@ -154,6 +154,18 @@ class LoraPolicy(PolicyModel):
         """The base model as a policy of its own, in the same memory."""
         return _BasePolicy(self)
 
+    @contextmanager
+    def scaled(self, times: float) -> Iterator[None]:
+        """Compute with the adapter counted so many times; only to compare with."""
+        before = {layer: layer.scaling for layer in self.layers.values()}
+        try:
+            for layer, scaling in before.items():
+                layer.scaling = scaling * times
+            yield
+        finally:
+            for layer, scaling in before.items():
+                layer.scaling = scaling
+
     def weights(self) -> dict[str, Tensor]:
         """As of any policy; the matrices with an adapter are merged copies."""
         return self._without_factors(named_weights(self.model))

@@ -46,3 +46,10 @@ def attention_shapes(policy: PolicyModel) -> dict[int, AttentionShape]:
 def linear_shapes(policy: PolicyModel) -> set[tuple[int, int]]:
     """(in, out) of every linear layer, head included."""
     return {(m.in_features, m.out_features) for m in policy.modules() if isinstance(m, torch.nn.Linear)}
+
+
+def is_mixture(policy: PolicyModel) -> bool:
+    """Whether it has experts: they see what is routed to them, so that the rows of their products are no tiles, and
+    bits may depend on neighbours where everything else is exact."""
+    config = policy.config.get_text_config()
+    return any(getattr(config, count, None) for count in ("num_experts", "num_local_experts", "n_routed_experts"))

@@ -49,13 +49,22 @@ def mismatch_by_cause(
     if not len(causes):
         return {}
     d = log_ratios(proximal_logprobs, behavior_logprobs)
-    found = {"mismatch/fresh_share": float(np.mean(causes == FRESH))}
+    fresh = causes == FRESH
+    found = {"mismatch/fresh_share": float(np.mean(fresh)), "mismatch/fresh_tokens": float(fresh.sum())}
     for name, cause in (("engine", FRESH), ("kept_kv", KEPT_KV), ("staleness", STALE)):
         of_cause = d[causes == cause]
-        if len(of_cause):
-            found[f"mismatch/{name}_kl"] = float(np.mean(np.expm1(np.minimum(of_cause, _LARGEST)) - of_cause))
-            found[f"mismatch/{name}_logprob_diff_max"] = float(np.abs(of_cause).max())
+        found |= distance(name, of_cause)
     return found
+
+
+def distance(name: str, log_ratios_N: np.ndarray) -> dict[str, float]:
+    """KL by the k3 estimate and largest difference over tokens, as metrics of ``name``; nothing over no token."""
+    if not len(log_ratios_N):
+        return {}
+    return {
+        f"mismatch/{name}_kl": float(np.mean(np.expm1(np.minimum(log_ratios_N, _LARGEST)) - log_ratios_N)),
+        f"mismatch/{name}_logprob_diff_max": float(np.abs(log_ratios_N).max()),
+    }
 
 
 FRESH, KEPT_KV, STALE, REPLAYED = 0, 1, 2, 3

@@ -20,8 +20,14 @@ class TelemetryConfig(ConfigModel):
     phase. Perfetto (ui.perfetto.dev) opens it. 0 writes none."""
     health: bool = True
     """Watch for signs that learning has gone wrong, and say so: a gradient that is not finite or of another size, lost
-    entropy, importance weights that leave little of a batch, engine and learner that disagree, rewards that held-out
-    answers do not confirm, and others (docs/reliability.md). Actions are for `monitors`."""
+    entropy, importance weights that leave little of a batch, engine and learner that disagree, with the fault that
+    explains it, rewards that held-out answers do not confirm, and others (docs/reliability.md). Actions are for
+    `monitors`."""
+    probe: int = Field(32, ge=0, le=4096)
+    """Tokens by which engine and learner are compared after a publication where the last batch had fewer that were
+    sampled under the learner's own weights: so many are sampled for this alone, under the new version, for prompts of
+    that batch. They are no rollouts and train nothing. The learner waits for them: once they have taken more than a
+    fiftieth of the run's time, publications go by without a probe until they have not. 0 asks for none."""
     quiet_s: Seconds = 120.0
     """When no role has told of anything for so long, the run says who waits for whom; `nearpolicy why` says it at any
     time."""

@@ -50,6 +50,8 @@ EVENT_KINDS: Mapping[str, tuple[str, str, str]] = {
     "alarm": ("monitor", "metric, value, severity, action, text", "a monitor saw a metric beyond its bound"),
     "rollback": ("learner", "step, reason", "* weights and training state of fewer steps; which, and why"),
     "pause": ("monitor", "reason", "* the run waited for a person"),
+    "probe": ("monitor", "tokens", "* tokens sampled and scored to compare engine and learner; 0 if it took too long"),
+    "diagnosis": ("monitor", "cause, text, ...", "* engine and learner disagree: the fault that explains it"),
     "resume": (
         "learner",
         "step, checkpoint, anew",

@@ -27,6 +27,7 @@ HEALTH = (
     MonitorConfig(metric="mismatch/ess", below=0.1, clear=0.3, steps=2),
     # engine and learner that disagree about weights they share
     MonitorConfig(metric="mismatch/engine_kl", above=0.1, clear=0.05, steps=2, severity="critical"),
+    MonitorConfig(metric="mismatch/probe_kl", above=0.1, clear=0.05, steps=2, severity="critical"),
     # nothing to learn from
     MonitorConfig(metric="reward/zero_variance_share", above=0.999, steps=20, severity="info"),
     # one text for nearly every prompt

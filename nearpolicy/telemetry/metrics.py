@@ -82,8 +82,13 @@ METRICS: Mapping[str, str] = {
     "mismatch/weight_p<q>": "quantile of the ratio proximal / behaviour over computed tokens: 1, 50, 99 %",
     "mismatch/fresh_share": "share of computed tokens that were sampled under the proximal policy's own weights, all "
     "before them in their sequence too",
+    "mismatch/fresh_tokens": "how many those are",
     "mismatch/engine_kl": "the estimate `mismatch/kl` over fresh tokens: what engine and learner compute differently",
     "mismatch/engine_logprob_diff_max": "the largest difference of log-probabilities over fresh tokens, in nats",
+    "mismatch/probe_kl": "the estimate over a probe, where the batch before had too few fresh tokens: tokens sampled "
+    "for this alone under the version that both hold (`telemetry.probe`); they are no rollouts and train nothing",
+    "mismatch/probe_logprob_diff_max": "the largest difference over the probe",
+    "mismatch/probe_tokens": "its tokens",
     "mismatch/kept_kv_kl": "the estimate over tokens that were sampled on keys and values of older weights "
     "(`generator.on_sync: continue`)",
     "mismatch/kept_kv_logprob_diff_max": "the largest difference over those",

@@ -430,3 +430,10 @@ def test_rows_keep_their_content_however_they_move(moves):
     flush()
     for (who, level), content in expected.items():
         assert store[rows.page(level, holders[who].rows[level])] == content
+
+
+def test_a_probe_starts_before_requests_that_wait():
+    scheduler = Scheduler(num_pages=20, max_running=2, prefill_chunk=64)
+    for name, purpose in (("a", "rollout"), ("b", "rollout"), ("c", "probe")):
+        scheduler.add(make_request(5, id=name, n=2, purpose=purpose))
+    assert [chunk.prefix.request.id for chunk in scheduler.plan().chunks] == ["c"]

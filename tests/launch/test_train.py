@@ -189,13 +189,14 @@ def test_every_sampled_token_has_one_fate_and_those_of_evaluation_are_kept_apart
         rollouts = list(run.rollouts())
         asked = run.evaluations()
         sampled = sum(e.numbers["sampled"] for e in run.events(role="generator") if "sampled" in e.numbers)
+        probed = sum(event.numbers["tokens"] for event in run.events(kind="probe"))
         assert run.unfinished() == []
         steps = [run.batch(step) for step in range(3)]
     assert len(rollouts) == 3 * 2 * 4
     stored = sum(item.rollout.num_sampled for item in rollouts)
     assert sum(ledger.values()) == stored
     assert ledger["trained"] + ledger["zero_advantage"] == stored  # nothing failed, nothing is left over
-    assert sampled == stored + sum(sample.num_tokens for sample in asked)
+    assert sampled == stored + probed + sum(sample.num_tokens for sample in asked)
     assert {(sample.version, sample.mode) for sample in asked} == {
         (0, "accuracy"),
         (0, "pass"),
