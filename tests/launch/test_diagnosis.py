@@ -74,7 +74,7 @@ def pair(request):
                 layer.lora_B.normal_(0.0, 0.2, generator=numbers)
     engine = Engine(load_policy(folder, known_to_fit=True), EngineLimits(32, 200, 512), EXACT)
     runner, thread = EngineRunner(engine), RoleThread("learner", 1)
-    yield Pair(engine, runner, LearnerInThread(learner(folder=folder, policy=policy), thread))
+    yield Pair(engine, runner, LearnerInThread(lambda: learner(folder=folder, policy=policy), thread))
     runner.close()
     thread.close()
 

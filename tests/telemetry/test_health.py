@@ -87,6 +87,7 @@ FAULTS = {
     "lengths that collapse": (grows("completion/length_mean", 0.85), "completion/length_ratio"),
     "importance weights without effective sample": (steadily("mismatch/ess", 0.01), "mismatch/ess"),
     "engine and learner apart": (steadily("mismatch/engine_kl", 0.4), "mismatch/engine_kl"),
+    "engine and learner apart on a probe": (steadily("mismatch/probe_kl", 0.4), "mismatch/probe_kl"),
     "a log-probability that is not a number": (steadily("mismatch/engine_kl", math.nan), "mismatch/engine_kl"),
     "nothing to learn from": (steadily("reward/zero_variance_share", 1.0), "reward/zero_variance_share"),
     "one text for all": (steadily("integrity/duplicate_share", 1.0), "integrity/duplicate_share"),
