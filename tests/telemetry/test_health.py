@@ -31,6 +31,7 @@ def healthy(step: int) -> dict[str, float]:
         "completion/length_mean": 100 * (1 + done) * (1 + noise),
         "mismatch/ess": 0.8,
         "mismatch/engine_kl": 0.0,
+        "mismatch/probe_kl": 0.0,
         "reward/zero_variance_share": 0.4,
         "reward/mean": 0.2 + 0.6 * done + noise,
         "reward/right/mean": 0.2 + 0.6 * done + noise,
