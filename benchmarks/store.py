@@ -6,8 +6,8 @@
 Groups of 8 rollouts x 100 tokens with one verdict each, in WAL mode and ``synchronous = NORMAL``. Raw: the same rows,
 in bytes that are ready, by one thread that waits for each commit (single) or commits 64 groups at a time (batched).
 Ours: records in, through the writer's thread, with `flush` after each group or after 64. Both stores are read back and
-compared first. Then a store of --rollouts rollouts is made (100,000 with --quick), opened, and asked what a resume and
-`nearpolicy inspect` ask. The last line is one JSON object.
+compared first. Then what retention saves (benchmarks/store_retention.py). Then a store of --rollouts rollouts is made
+(100,000 with --quick), opened, and asked what a resume and `nearpolicy inspect` ask. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.pairs import ratios
+from benchmarks.store_retention import sizes
 from nearpolicy.records import Admission, Finish, Group, Outcome, Prompt, Rollout, Segment, Verdict
 from nearpolicy.store.folder import create_run_folder
 from nearpolicy.store.position import position_of
@@ -204,6 +205,7 @@ def main() -> None:
     rollouts = min(100_000, arguments.rollouts) if arguments.quick else arguments.rollouts
     with tempfile.TemporaryDirectory() as folder:
         result = {"comparisons": compared(Path(folder), 2 if arguments.quick else 5, 256)}
+        result["retention_mib"] = sizes(Path(folder), 60 if arguments.quick else 300)
         result["large"] = large(Path(folder), rollouts)
     print(json.dumps(result))
 

@@ -516,6 +516,11 @@ class SqliteStore:
         self._db.executemany("INSERT INTO verdicts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", verdicts)
         self._put_payload(key, SEGMENTS, encode_group(group.everything))
 
+    def _make_sure_of(self, group: Group) -> None:
+        query = "SELECT 1 FROM groups WHERE admission = ? AND attempt = ?"
+        if not _one(self._db, query, int(group.index), int(group.admission.attempt)):
+            self._put_group(group)
+
     def _put_payload(self, key: tuple[int, int], what: str, payload: bytes) -> None:
         self._db.execute("INSERT INTO payloads VALUES (?, ?, ?, ?)", (*key, what, payload))
 
@@ -523,7 +528,7 @@ class SqliteStore:
         self._run("INSERT INTO steps VALUES (?, ?, ?, ?)", batch.step, batch.places, report.version, report.updates)
         attempts: dict[int, int] = {}
         for place, group in enumerate(batch.groups):
-            self._put_group(group)
+            self._make_sure_of(group)
             attempts[group.index] = group.admission.attempt
             self._put_consumption(batch.step, place, group.index, group.admission.attempt)
         for index in sorted({index for index, _ in fates} - attempts.keys()):
@@ -566,7 +571,7 @@ class SqliteStore:
             )
 
     def _put_discard(self, group: Group, fate: Fate, reason: str) -> None:
-        self._put_group(group)
+        self._make_sure_of(group)
         self._end(group.index, group.admission.attempt, fate.value, reason)
         fates = {rollout.sample: {fate: rollout.num_sampled} for rollout in group.everything}
         self._put_fates(group.index, group.admission.attempt, fates)
@@ -623,12 +628,15 @@ class SqliteStore:
         if wrong:
             lines = [f"sample {s}: {sampled.get(s, 0)} sampled, {told.get(s, 0)} told" for s in sorted(wrong)]
             raise NearpolicyError(f"the fates of group {index} do not add up ({'; '.join(lines)})")
-        for sample, of_sample in fates.items():
-            for fate, tokens in of_sample.items():
-                if fate is Fate.IN_FLIGHT:
-                    raise NearpolicyError(f"group {index} ended with tokens in flight; that is not an ending")
-                if tokens:
-                    self._run("INSERT INTO fates VALUES (?, ?, ?, ?, ?)", index, attempt, sample, fate.value, tokens)
+        if any(Fate.IN_FLIGHT in of_sample for of_sample in fates.values()):
+            raise NearpolicyError(f"group {index} ended with tokens in flight; that is not an ending")
+        rows = [
+            (int(index), int(attempt), int(sample), fate.value, int(tokens))
+            for sample, of_sample in fates.items()
+            for fate, tokens in of_sample.items()
+            if tokens
+        ]
+        self._db.executemany("INSERT INTO fates VALUES (?, ?, ?, ?, ?)", rows)
 
     def _put_version(self, record: VersionRecord, wall_s: float) -> None:
         query = "SELECT fingerprint FROM versions WHERE lineage = ? AND version = ?"
