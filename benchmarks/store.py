@@ -4,7 +4,8 @@
     python -m benchmarks.store --overhead recipes/tiny.yaml [section.key=value]     see benchmarks/store_overhead.py
 
 Groups of 8 rollouts x 100 tokens with one verdict each, in WAL mode and ``synchronous = NORMAL``. Raw: the same rows,
-in bytes that are ready, by one thread that waits for each commit (single) or commits 64 groups at a time (batched).
+in bytes that are ready, by one thread that waits for each commit (single) or commits 64 groups at a time (batched),
+pressed onto the disk as often as ours.
 Ours: records in, through the writer's thread, with `flush` after each group or after 64. Both stores are read back and
 compared first. Then what retention saves (benchmarks/store_retention.py). Then a store of --rollouts rollouts is made
 (100,000 with --quick), opened, and asked what a resume and `nearpolicy inspect` ask. The last line is one JSON object.
@@ -14,10 +15,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sqlite3
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +35,7 @@ from nearpolicy.store.folder import create_run_folder
 from nearpolicy.store.position import position_of
 from nearpolicy.store.reader import RunReader
 from nearpolicy.store.schema import SCHEMA
-from nearpolicy.store.writer import SqliteStore
+from nearpolicy.store.writer import DURABLE_WITHIN_S, SqliteStore
 
 SAMPLES, TOKENS, BATCH = 8, 100, 64
 TABLES = ("admissions", "groups", "rollouts", "verdicts", "payloads")
@@ -81,7 +84,10 @@ def raw(folder: Path, rows: list[list[tuple[str, tuple]]], together: int) -> flo
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = NORMAL")
     connection.executescript(SCHEMA)
+    ended = threading.Event()
+    pressing = threading.Thread(target=pressed, args=(folder / "store.sqlite-wal", ended))
     begin = time.perf_counter()
+    pressing.start()
     for place, of_group in enumerate(rows):
         if place % together == 0:
             connection.execute("BEGIN IMMEDIATE")
@@ -90,8 +96,17 @@ def raw(folder: Path, rows: list[list[tuple[str, tuple]]], together: int) -> flo
         if (place + 1) % together == 0 or place + 1 == len(rows):
             connection.execute("COMMIT")
     seconds = time.perf_counter() - begin
+    ended.set()
+    pressing.join()
     connection.close()
     return seconds
+
+
+def pressed(log: Path, ended: threading.Event) -> None:
+    """Onto the disk as often as our store does it."""
+    while not ended.wait(DURABLE_WITHIN_S):
+        with log.open("rb") as file:
+            os.fsync(file.fileno())
 
 
 def rows_of(store: Path, count: int) -> list[list[tuple[str, tuple]]]:

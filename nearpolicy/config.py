@@ -387,6 +387,17 @@ def _retention_contradictions(config: RunConfig) -> Iterator[str]:
             f"store.retention_steps={steps} never ends in a run of run.steps={config.run.steps} steps, so that "
             f"store.retention: {store.retention} has no effect; lower it, or set store.retention: keep"
         )
+    if store.retention == "drop" and any(monitor.action == "rollback" for monitor in config.monitors):
+        yield (
+            "store.retention: drop removes what a monitor with action: rollback may have to learn again; use "
+            "store.retention: parquet, or another action"
+        )
+    replay = config.queue.replay
+    if store.retention == "drop" and replay is not None and replay.max_age > steps:
+        yield (
+            f"queue.replay.max_age={replay.max_age} asks for groups that store.retention: drop has removed after "
+            f"store.retention_steps={steps}; raise that, lower max_age, or use store.retention: parquet"
+        )
 
 
 def _idle_settings(config: RunConfig) -> Iterator[str]:

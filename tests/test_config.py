@@ -260,6 +260,27 @@ def test_run_is_named_after_the_recipe_unless_it_has_a_name(load):
         (["store.retention=drop"], ["store.retention: drop", "store.retention_steps"]),
         (["store.retention_steps=3"], ["store.retention_steps=3", "store.retention: keep"]),
         (
+            [
+                "store.retention=drop",
+                "store.retention_steps=3",
+                "run.steps=9",
+                "checkpoint.every=1",
+                "monitors=[{metric: policy/entropy, below: 1, action: rollback}]",
+            ],
+            ["store.retention: drop", "action: rollback", "parquet"],
+        ),
+        (
+            [
+                "store.retention=drop",
+                "store.retention_steps=3",
+                "run.steps=9",
+                "checkpoint.every=1",
+                "queue.replay.share=0.5",
+                "queue.replay.min_reward=1",
+            ],
+            ["queue.replay.max_age=50", "store.retention_steps=3"],
+        ),
+        (
             ["store.retention=parquet", "store.retention_steps=3"],
             ["store.retention: parquet could never act", "checkpoint.every=0", "Set checkpoint.every"],
         ),

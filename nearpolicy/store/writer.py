@@ -44,6 +44,7 @@ from nearpolicy.records import (
     Event,
     Fate,
     Group,
+    Outcome,
     Rollout,
     Row,
     StepReport,
@@ -101,7 +102,8 @@ class SqliteStore:
         """Wall time of the run's time zero, stored once; see `nearpolicy.telemetry.events.Recorder`."""
         self._db = connection
         self._lock = lock
-        self._identity = _identity(folder.store)
+        self._path = str(folder.store)
+        self._identity = _identity(self._path)
         self._stall_s = stall_s
         self._calls: deque[Callable[[], None] | _Signal] = deque()
         self._max_pending = max_pending
@@ -426,7 +428,7 @@ class SqliteStore:
             return True  # later calls must not be stored without the one that failed
         applied = 0
         try:
-            if _identity(self.folder.store) != self._identity:
+            if _identity(self._path) != self._identity:
                 raise RunFolderError(
                     f"{self.folder.path} was removed or replaced while the run wrote it; what it has recorded is lost. "
                     "Start the run again, and leave its folder alone"
@@ -705,15 +707,18 @@ def _rollout_row(key: tuple[int, int], rollout: Rollout, reward: float | None) -
 
 def _verdict_row(key: tuple[int, int, int], position: int, told: tuple[str, Verdict]) -> tuple[Any, ...]:
     source, verdict = told
-    admission, attempt, sample = key
     value = None if verdict.value is None else float(verdict.value)
-    parts, reason, seconds = encode_json(verdict.parts), encode_text(verdict.reason), float(verdict.seconds)
+    parts = encode_json(verdict.parts) if verdict.parts else _NO_PARTS
     arrays = encode_arrays(verdict.arrays) if verdict.arrays else None
-    source_text, outcome = encode_text(source), verdict.outcome.value
-    return admission, attempt, sample, position, source_text, outcome, value, parts, reason, seconds, arrays
+    outcome, reason = _OUTCOMES[verdict.outcome], encode_text(verdict.reason)
+    return (*key, position, encode_text(source), outcome, value, parts, reason, float(verdict.seconds), arrays)
 
 
-def _identity(file: Path) -> tuple[int, int] | None:
+_NO_PARTS = encode_json({})
+_OUTCOMES = {outcome: outcome.value for outcome in Outcome}
+
+
+def _identity(file: str) -> tuple[int, int] | None:
     """Which file stands at a path; None if there is none."""
     try:
         found = os.stat(file)
