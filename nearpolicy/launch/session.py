@@ -42,6 +42,7 @@ from nearpolicy.store.writer import SqliteStore
 from nearpolicy.telemetry.events import Recorder
 from nearpolicy.telemetry.health import HEALTH
 from nearpolicy.telemetry.integrity import Alarm, Monitors
+from nearpolicy.telemetry.ledger import ledger_metrics
 from nearpolicy.telemetry.metrics import MetricsWriter, as_logged
 from nearpolicy.telemetry.sinks import open_sinks, require_sinks
 from nearpolicy.telemetry.trace import Trace
@@ -581,6 +582,7 @@ class Session:
         metrics |= self.verifier.flip_rates() | self.monitors.jump(metrics) | self._trends.of(metrics)
         if self.queue.may_admit_fewer:
             metrics["queue/slots"] = float(self.queue.slots)
+        metrics |= ledger_metrics(self.store.ledger())
         metrics |= self.meter.probed()
         self.meter.observe(metrics)
         metrics |= {f"utilisation/{role}": seconds / metrics["time/step_s"] for role, seconds in busy.items()}

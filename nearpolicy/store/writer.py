@@ -71,6 +71,7 @@ from nearpolicy.store.schema import (
     TRAINED,
     EvaluatedSample,
 )
+from nearpolicy.store.tokens import TokenCounts
 from nearpolicy.waits import waiting
 
 _MAX_PER_COMMIT = 512
@@ -96,6 +97,7 @@ class SqliteStore:
         max_pending: int,
         stall_s: float,
         retention: Retention | None = None,
+        tokens: TokenCounts | None = None,
     ) -> None:
         self.folder = folder
         self.wall_anchor: float = decode_json(_one(connection, "SELECT value FROM run WHERE key = 'wall_anchor'"))
@@ -123,6 +125,7 @@ class SqliteStore:
         self._gate, self._turn = threading.Lock(), threading.Lock()
         """Held by whoever says something, and by whoever takes calls and commits them."""
         connection.execute("PRAGMA busy_timeout = 0")  # `_begin` waits, or does not
+        self._tokens = tokens or TokenCounts({}, {}, {})
         self._thread = threading.Thread(target=self._write, name=f"store {folder.name}", daemon=True)
         self._thread.start()
         self._mover = retention and Mover(
@@ -182,10 +185,13 @@ class SqliteStore:
             connection = _connect(folder.store, sync)
             _bring_up_to_date(connection)
             clear_unknown_files(folder, connection)
+            tokens = _tokens_so_far(connection)
         except sqlite3.Error as error:
             lock.close()
             raise RunFolderError(f"the store {folder.store} cannot be written: {error}") from error
-        return cls(folder, connection, lock, max_pending=max_pending, stall_s=stall_s, retention=retention)
+        return cls(
+            folder, connection, lock, max_pending=max_pending, stall_s=stall_s, retention=retention, tokens=tokens
+        )
 
     # What a run says. Every method returns at once unless the queue is full.
 
@@ -194,20 +200,25 @@ class SqliteStore:
 
     def filled(self, group: Group) -> None:
         self._say(lambda: self._put_group(group))
+        self._tokens.filled(group)
 
     def consumed(self, batch: Batch, report: StepReport, fates: Mapping[tuple[int, int], Mapping[Fate, int]]) -> None:
         """``fates`` names every rollout that the step used up, also of groups that left their place empty."""
         frozen = {key: dict(value) for key, value in fates.items()}
         self._say(lambda: self._put_step(batch, report, frozen))
+        self._tokens.ended(batch.groups, frozen.values())
+        self._tokens.replayed(batch.step, report.rows or batch.rows)
 
     def discarded(self, group: Group, fate: Fate, reason: str) -> None:
         """All tokens of the group end with ``fate``; it needs not have been filled before."""
         self._say(lambda: self._put_discard(group, fate, reason))
+        self._tokens.discarded(group, fate)
 
     def retried(self, group: Group, fate: Fate = Fate.FAILED, reason: str | None = None) -> None:
         """An attempt that came to nothing, and that another one follows: one transaction, so that no admission is ever
         without. ``reason``: the group's failure, if left out."""
         self._say(lambda: self._put_retry(group, fate, reason))
+        self._tokens.discarded(group, fate)
 
     def branched(self, branch: Branch, stale: Sequence[Group]) -> None:
         """Weights from some version on are others than those that were recorded. ``stale`` are groups that wait for a
@@ -215,6 +226,10 @@ class SqliteStore:
         rollback the steps that led to the old weights do not count any more."""
         frozen = tuple(stale)
         self._say(lambda: self._put_branch(branch, frozen))
+        for group in frozen:
+            self._tokens.discarded(group, Fate.EXPIRED)
+        if branch.kind == ROLLBACK:
+            self._tokens.undone(branch.first - 1)
 
     def lost(self, admissions: Sequence[Admission], reason: str) -> None:
         """Attempts that were running when a process ended, and of which nothing is recorded. Each goes on as its next
@@ -236,6 +251,10 @@ class SqliteStore:
         """A fact about the run as a whole, as JSON; the last value counts."""
         data = encode_json(value)
         self._say(lambda: self._run("INSERT OR REPLACE INTO run VALUES (?, ?)", key, data))
+
+    def ledger(self) -> dict[Fate, int]:
+        """Tokens by fate, as `RunReader.ledger` tells them once all that was said is committed."""
+        return self._tokens.told()
 
     def checkpointed(self, oldest: int) -> None:
         """The oldest checkpoint that is kept contains so many steps: what came before may be moved or dropped, if
@@ -716,6 +735,20 @@ def _verdict_row(key: tuple[int, int, int], position: int, told: tuple[str, Verd
 
 _NO_PARTS = encode_json({})
 _OUTCOMES = {outcome: outcome.value for outcome in Outcome}
+
+
+def _tokens_so_far(connection: sqlite3.Connection) -> TokenCounts:
+    counts = connection.execute("SELECT fate, sum(tokens) FROM fates GROUP BY fate")
+    waiting = connection.execute(
+        "SELECT admission, attempt, sum(sampled) FROM (SELECT admission, attempt FROM groups EXCEPT "
+        "SELECT admission, attempt FROM endings) JOIN rollouts USING (admission, attempt) GROUP BY admission, attempt"
+    )
+    replayed = connection.execute("SELECT step, sum(tokens) FROM replayed GROUP BY step")
+    return TokenCounts(
+        {Fate(fate): tokens for fate, tokens in counts},
+        {(admission, attempt): tokens for admission, attempt, tokens in waiting},
+        dict(replayed.fetchall()),
+    )
 
 
 def _identity(file: str) -> tuple[int, int] | None:

@@ -338,6 +338,9 @@ def require_whole(folder: Path, *, bound: int, steps: int) -> None:
         ledger = run.ledger()
         ledger.pop(Fate.REPLAYED, None)  # counted apart
         sampled = run.query("SELECT coalesce(sum(sampled), 0) FROM rollouts")[0][0]
+        told = [line for line in run.metrics() if "policy/loss" in line][-1].get("ledger/trained_tokens")
+        if told not in (None, ledger.get(Fate.TRAINED)):  # None: learned again from the recording
+            raise Broken(f"{told} trained tokens were counted, and {ledger} is stored")
         if Fate.IN_FLIGHT in ledger or sum(ledger.values()) != sampled:
             raise Broken(f"ledger {ledger} over {sampled} sampled tokens")
         if run.query("PRAGMA integrity_check")[0][0] != "ok":

@@ -64,6 +64,8 @@ def require_whole(folder: str, steps: int, *, bound: int) -> None:
         ledger = run.ledger()
         assert sum(ledger.values()) == run.query("SELECT sum(sampled) FROM rollouts")[0][0]
         assert Fate.IN_FLIGHT not in ledger
+        last = [line for line in run.metrics() if "policy/loss" in line][-1]
+        assert last["ledger/trained_tokens"] == ledger[Fate.TRAINED]
         assert [line["step"] for line in run.metrics() if "policy/loss" in line] == list(range(steps))
         indices = [admission.index for admission in run.admissions()]
         assert indices == list(range(len(indices)))

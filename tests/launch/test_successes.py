@@ -47,6 +47,8 @@ def test_successes_of_earlier_steps_are_trained_again_within_their_own_bound(bou
         assert sum(ledger.values()) == sampled
     assert again == sum(line.get("replay/tokens", 0) for line in lines()) > 0
     assert max(line.get("replay/age_max", 0) for line in lines()) <= 3
+    assert lines()[-1]["ledger/replayed_tokens"] == again
+    assert lines()[-1]["ledger/trained_tokens"] == ledger[Fate.TRAINED]
     assert json.loads(Path("run/summary.json").read_text())["ledger"]["replayed"] == again
 
 

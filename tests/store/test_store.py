@@ -23,6 +23,7 @@ from nearpolicy.errors import NearpolicyError, RunFolderError, StandstillError
 from nearpolicy.records import (
     BASELINE,
     REMADE,
+    ROLLBACK,
     Baseline,
     Branch,
     Event,
@@ -610,3 +611,33 @@ def test_with_full_sync_every_commit_waits_for_the_disk_itself(folder, monkeypat
     with SqliteStore.create(folder, config={}, sync="full") as store:
         store.filled(group(0))
         store.flush()
+
+
+def test_the_counts_of_a_running_store_are_those_of_its_database(folder):
+    """I2, also after it was opened again."""
+    with SqliteStore.create(folder, config={}) as store:
+        for index in range(6):
+            store.filled(group(index))
+        in_flight = sum(group(index).num_sampled for index in range(6))
+        assert store.ledger() == {Fate.IN_FLIGHT: in_flight}
+        store.discarded(group(0), Fate.EXPIRED, "old")
+        store.discarded(group(7), Fate.FAILED, "never filled")
+        store.retried(group(1), Fate.ABORTED, "cut off")
+        two, three, four = group(2), group(3), group(4)
+        store.consumed(batch(0, [two, three]), REPORT, trained([two, three]))
+        store.flush()
+        assert store.ledger() == read(folder).ledger()
+        old = tuple(replace(row, replayed=True) for row in batch(1, [two]).rows)
+        again = replace(batch(1, [four]), replayed=(two,), rows=(*batch(1, [four]).rows, *old))
+        store.consumed(again, REPORT, trained([four]))
+        store.flush()
+        assert store.ledger() == read(folder).ledger()
+        assert store.ledger()[Fate.REPLAYED] == sum(int(row.trained.sum()) for row in again.rows if row.replayed)
+    with SqliteStore.open(folder) as store:
+        assert store.ledger() == read(folder).ledger()
+        branch = Branch(lineage=1, parent=0, first=2, kind=ROLLBACK, reason="a spike")
+        store.branched(branch, [group(5)])
+        store.flush()
+        assert store.ledger() == read(folder).ledger()
+        assert set(store.ledger()) >= {Fate.TRAINED, Fate.EXPIRED} and Fate.REPLAYED not in store.ledger()
+        assert Fate.IN_FLIGHT not in store.ledger()

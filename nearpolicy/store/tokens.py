@@ -1,0 +1,53 @@
+"""Sampled tokens by fate as a run goes on, so that every step can tell them without asking the database.
+
+What the store's calls say is counted when they are made; the database holds the same as soon as they are committed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from nearpolicy.records import Fate, Group, Row
+
+Key = tuple[int, int]
+"""Admission, attempt."""
+
+
+class TokenCounts:
+    """Not for threads: whoever tells a store of groups."""
+
+    def __init__(self, counts: Mapping[Fate, int], waiting: Mapping[Key, int], replayed: Mapping[int, int]) -> None:
+        """``counts``: of groups that have ended. ``waiting``: tokens of stored groups that have not. ``replayed``: by
+        step."""
+        self._counts, self._waiting, self._replayed = Counter(counts), dict(waiting), dict(replayed)
+
+    def filled(self, group: Group) -> None:
+        self._waiting[_key(group)] = group.num_sampled
+
+    def ended(self, groups: Iterable[Group], fates: Iterable[Mapping[Fate, int]]) -> None:
+        """``fates``: of all rollouts of all these groups."""
+        for group in groups:
+            self._waiting.pop(_key(group), None)
+        for of_rollout in fates:
+            self._counts.update(of_rollout)
+
+    def discarded(self, group: Group, fate: Fate) -> None:
+        self.ended([group], [{fate: group.num_sampled}])
+
+    def replayed(self, step: int, rows: Iterable[Row]) -> None:
+        self._replayed[step] = sum(int(row.trained.sum()) for row in rows if row.replayed)
+
+    def undone(self, first: int) -> None:
+        """Steps from this one on do not count; what became of their tokens is as it was."""
+        self._replayed = {step: tokens for step, tokens in self._replayed.items() if step < first}
+
+    def told(self) -> dict[Fate, int]:
+        """As `RunReader.ledger`."""
+        apart = {Fate.IN_FLIGHT: sum(self._waiting.values()), Fate.REPLAYED: sum(self._replayed.values())}
+        found = {**self._counts, **apart}
+        return {fate: tokens for fate, tokens in found.items() if tokens}
+
+
+def _key(group: Group) -> Key:
+    return group.index, group.admission.attempt
