@@ -116,6 +116,8 @@ class Pipeline:
             before = now
             self.telemetry.log_step(step, {**batch_metrics(batch), **lost, **report.metrics, **times})
             step = await self.after_step(report)
+            if step is not None and step < report.version:
+                unpublished = None  # it is undone, and the weights before it are published
         if unpublished is not None:  # the run ended between two publications
             await self._publish(unpublished)
 

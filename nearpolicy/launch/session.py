@@ -445,6 +445,7 @@ class Session:
             return None
         back_to = max(0, min(alarm.first - alarm.monitor.back, done - 1))
         await self.recovery.roll_back(self.queue, back_to, alarm.text)
+        self.watch.step = back_to
         self._remember(back_to)
         self.meter.follow(self.learner)
         return back_to

@@ -93,6 +93,43 @@ def test_a_rollback_goes_on_from_the_weights_before_the_alarm_with_other_prompts
     assert exit_of("replay", "run") == 0
 
 
+def test_a_rollback_of_a_step_that_was_not_published_leaves_nothing_to_publish(spike):
+    spike(2)
+    settings = ("queue.max_staleness=1", "sync.weight_sync_steps=2", "run.steps=4", SPIKE % "")
+    said = train(*settings, on_step=lambda session, step: None)
+    assert any("rolled back to step 2" in line for line in said)
+    require_whole("run", 4, bound=1)
+    spike(2)
+    alarm = "monitors=[{metric: policy/grad_norm, above: 1e6, action: rollback, most: 1}]"
+    stops = iter([True])
+    train(
+        *settings, alarm, folder="stopped",
+        on_step=lambda session, step: session.stop() if step == 3 and next(stops, False) else None,
+    )  # fmt: skip
+    require_whole("stopped", 4, bound=1)
+
+
+def test_every_tool_reads_a_run_that_went_back(spike, capsys):
+    spike(3)
+    train(
+        "queue.max_staleness=1", "evaluation.every=2", "tasks.0.held_out=4", "evaluation.pass_k=[]", SPIKE % ", back: 1"
+    )
+    for command in (
+        ("audit",),
+        ("report",),
+        ("inspect", "--group", "6"),
+        ("inspect", "--step", "3"),
+        ("inspect",),
+        ("why",),
+    ):
+        assert exit_of(command[0], "run", *command[1:]) == 0, capsys.readouterr().err
+    assert exit_of("compare", "run", "--help") == 0
+    with RunReader(Path("run")) as run:
+        undone = [row[0] for row in run.query("SELECT admission FROM undone")]
+        reasons = {item.admission.index: item.reason for item in run.rollouts() if item.admission.index in undone}
+    assert undone and all("rollback: step 3: policy/grad_norm" in reason for reason in reasons.values())
+
+
 def test_a_rollback_may_go_further_back_and_no_more_often_than_it_may(spike):
     spike(3, times=100)
     said = train("queue.max_staleness=1", SPIKE % ", back: 2, most: 2")
