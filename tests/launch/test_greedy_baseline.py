@@ -114,6 +114,7 @@ def test_greedy_completions_are_in_the_ledger_once_and_in_no_statistic_of_the_sa
         groups, lines = list(run.groups()), run.metrics()
         items = list(run.rollouts())
         sampled = sum(event.numbers["sampled"] for event in run.events(role="generator") if "sampled" in event.numbers)
+        sampled -= sum(event.numbers["tokens"] for event in run.events(kind="probe"))
         batches = [run.batch(step) for step in range(4)]
     greedy = [item for item in items if item.is_baseline]
     assert len(items) == 12 * 4 and len(greedy) == 12

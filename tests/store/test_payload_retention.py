@@ -153,7 +153,7 @@ def test_a_resume_finds_in_the_database_what_is_not_in_the_oldest_checkpoint(tmp
 _DIES = """
 import os, signal, sys
 from pathlib import Path
-from test_retention import *
+from test_payload_retention import *
 from nearpolicy.store import retention, writer
 
 def die(*arguments):
