@@ -614,6 +614,10 @@ class Session:
             lines = run.metrics()
             ledger = dict(run.ledger().items())
             lost = run.query("SELECT count(*) FROM endings WHERE ending = ?", Fate.LOST.value)[0][0]
+            undone = run.query(
+                "SELECT coalesce(sum(tokens), 0) FROM undone JOIN fates USING (admission, attempt) WHERE fate = ?",
+                Fate.TRAINED.value,
+            )[0][0]
             alarms = [event.numbers.get("text", event.numbers["metric"]) for event in run.events("alarm")]
         config = self.config
         summary = {
@@ -634,6 +638,7 @@ class Session:
             "held_out": {"before": before, "after": after},
             "ledger": {fate.value: ledger.get(fate, 0) for fate in Fate},
             "lost_groups": lost,
+            "undone_tokens": undone,
             "steps_s": round(sum(line.get("time/step_s") or 0.0 for line in lines), 2),
             "staleness": {"mean": _mean(lines, "staleness/mean"), "max": _largest(lines, "staleness/max")},
             "mismatch": {

@@ -166,5 +166,7 @@ def closing_words(summary: Mapping[str, Any]) -> str:
                 f"95 % interval {low:.1%} to {high:.1%}){passes}{missing}"
             )
     ledger = {Fate(name): tokens for name, tokens in summary["ledger"].items()}
-    lines += ledger_table(ledger, lost_groups=summary["lost_groups"], seconds=summary["steps_s"])
+    lines += ledger_table(
+        ledger, undone=summary["undone_tokens"], lost_groups=summary["lost_groups"], seconds=summary["steps_s"]
+    )
     return "\n".join(lines)

@@ -22,8 +22,9 @@ def ledger_metrics(ledger: Mapping[Fate, int]) -> dict[str, float]:
     return found | ({"ledger/sampled_per_trained": sampled_tokens(ledger) / trained} if trained else {})
 
 
-def ledger_table(ledger: Mapping[Fate, int], *, lost_groups: int, seconds: float) -> list[str]:
-    """Lines for the end of a run, the largest fate first; empty if nothing was sampled. ``seconds``: of its steps."""
+def ledger_table(ledger: Mapping[Fate, int], *, undone: int, lost_groups: int, seconds: float) -> list[str]:
+    """Lines for the end of a run, the largest fate first; empty if nothing was sampled. ``undone``: trained tokens of
+    steps that were rolled back. ``seconds``: of its steps."""
     sampled = sampled_tokens(ledger)
     if not sampled:
         return []
@@ -34,10 +35,12 @@ def ledger_table(ledger: Mapping[Fate, int], *, lost_groups: int, seconds: float
     lines.append(f"{'sampled':<14} {sampled:>{width},}")
     if again := ledger.get(Fate.REPLAYED, 0):
         lines.append(f"{'replayed':<14} {again:>{width},}  once more, in later steps")
+    if undone:
+        lines.append(f"{'undone':<14} {undone:>{width},}  of the trained ones, in steps that were rolled back")
     if lost_groups:
         plural = "attempt that was" if lost_groups == 1 else "attempts that were"
         lines.append(f"{'lost':<14} {'?':>{width}}  {lost_groups} {plural} under way when a process ended")
-    if trained := ledger.get(Fate.TRAINED, 0):
+    if trained := ledger.get(Fate.TRAINED, 0) - undone:
         lines.append(
             f"a token that moved the weights cost {sampled / trained:.2f} sampled tokens and "
             f"{1000 * seconds / trained:.2f} ms of training"

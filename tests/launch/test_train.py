@@ -108,20 +108,22 @@ def test_closing_words_say_what_was_not_judged():
             "held_out": {"before": some, "after": none},
             "ledger": {"trained": 300, "masked": 100, "lost": 0, "replayed": 20},
             "lost_groups": 1,
+            "undone_tokens": 50,
             "steps_s": 3.0,
         }
     )
     assert re.search(r"held out before: 50\.0% \(1 of 2, .*\), 3 not judged$", words, re.M)
     assert "held out after:  no answer could be judged, 5 not judged" in words
-    assert [line.split() for line in words.splitlines()[-7:-1]] == [
+    assert [line.split() for line in words.splitlines()[-8:-1]] == [
         ["fate", "tokens", "share"],
         ["trained", "300", "75.0%"],
         ["masked", "100", "25.0%"],
         ["sampled", "400"],
         ["replayed", "20", "once", "more,", "in", "later", "steps"],
+        ["undone", "50", "of", "the", "trained", "ones,", "in", "steps", "that", "were", "rolled", "back"],
         ["lost", "?", "1", "attempt", "that", "was", "under", "way", "when", "a", "process", "ended"],
     ]
-    assert words.endswith("a token that moved the weights cost 1.33 sampled tokens and 10.00 ms of training")
+    assert words.endswith("a token that moved the weights cost 1.60 sampled tokens and 12.00 ms of training")
 
 
 def test_a_run_folder_holds_everything_that_is_promised(finished, recipe):
