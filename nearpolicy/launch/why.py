@@ -97,7 +97,7 @@ def ended(run: Any) -> list[str]:
     from nearpolicy.store.position import position_of
 
     found, summary = position_of(run), run.summary()
-    if summary is not None and not found.unfinished and not found.ready:
+    if summary is not None and summary["steps"] == found.steps and not run.unfinished():
         lines = [f"the run has {summary['ended']}: {count(found.steps, 'step')} of {summary['steps_asked']}"]
         if summary["ended"] == "finished":
             return lines

@@ -145,6 +145,7 @@ def render_report(run: RunReader, held_out: Sequence[HeldOutPoint]) -> str:
         charts=charts,
         timeline=timeline,
         sections=[
+            ("What monitors saw", _monitors_table(events)),
             ("Where the tokens went", _ledger_table(run.ledger())),
             ("What the roles waited for", _idle_table(spans, window)),
             _answers(run),
@@ -405,6 +406,20 @@ def _duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes:02} min"
     return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
+
+
+def _monitors_table(events: Sequence[Event]) -> str:
+    """Alarms, what was found behind them, and what was done about them; empty if there was nothing."""
+    kinds = {"alarm": "text", "diagnosis": "text", "rollback": "reason", "pause": "reason"}
+    rows = [
+        f"<tr><td class=num>{_duration(event.time)}</td><td>{event.kind}</td>"
+        f"<td>{escape(event.numbers.get(kinds[event.kind], ''))}</td>"
+        f"<td>{escape(event.numbers.get('action', ''))}</td></tr>"
+        for event in events
+        if event.kind in kinds
+    ]
+    head = "<tr><th class=num>after<th>what<th><th>action</tr>"
+    return f"<table>{head}{''.join(rows)}</table>" if rows else ""
 
 
 def _ledger_table(ledger: Mapping[Fate, int]) -> str:

@@ -127,6 +127,7 @@ def test_every_tool_reads_a_run_that_went_back(spike, capsys):
     with RunReader(Path("run")) as run:
         undone = [row[0] for row in run.query("SELECT admission FROM undone")]
         reasons = {item.admission.index: item.reason for item in run.rollouts() if item.admission.index in undone}
+    assert "step 3: policy/grad_norm is 1e+09" in Path("run/report.html").read_text()
     assert undone and all("rollback: step 3: policy/grad_norm" in reason for reason in reasons.values())
 
 
@@ -210,13 +211,16 @@ def test_a_run_pauses_until_a_person_removes_the_file():
         assert len(list(run.events("pause"))) == 1
 
 
-def test_a_pause_that_nobody_ends_ends_the_run_and_it_can_go_on():
+def test_a_pause_that_nobody_ends_ends_the_run_and_it_can_go_on(capsys):
     alarm = "monitors=[{metric: completion/length_mean, above: 0, action: pause, pause_s: 0.01}]"
     said = train("queue.max_staleness=1", alarm)
     assert any("nobody let the run go on for 0.01 s" in line for line in said)
     require_whole("run", 1, bound=1)
     assert not Path("run", PAUSED).exists()
     assert json.loads(Path("run/summary.json").read_text())["ended"] == "stopped"
+    capsys.readouterr()
+    assert exit_of("why", "run") == 0
+    assert "the run has stopped: 1 step of 6" in capsys.readouterr().out
     go_on("monitors=[]")
     require_whole("run", 6, bound=1)
 
