@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nearpolicy.records import Batch, Group, Row, StepReport
 from nearpolicy.roles import Environment, Learner, RolloutQueue, RunStore, Telemetry, WeightSync
@@ -21,11 +22,19 @@ Assemble = Callable[[Sequence[Group], int], tuple[Row, ...]]
 """Groups of a step, and the step -> rows with reward-only advantages."""
 Again = Callable[[int], tuple[Sequence[Group], tuple[Row, ...]]]
 """A step -> groups of earlier steps, and their rows to train once more in it."""
-AfterStep = Callable[[StepReport], Awaitable[int | None]]
-"""Evaluation and checkpoints at their time; the step that comes next, which is an earlier one after a rollback; None
-ends the run."""
+AfterStep = Callable[[StepReport], Awaitable["Next"]]
+"""Evaluation and checkpoints at their time, and what follows."""
 STOP_S = 30.0
 """What running groups get at the end of a run to come back with what they have; their tokens are lost after it."""
+
+
+class Next(NamedTuple):
+    """What comes after a step."""
+
+    step: int
+    """An earlier one after a rollback, which has published the weights before it."""
+    ends: bool = False
+    """The run, here."""
 
 
 @dataclass(slots=True)
@@ -87,8 +96,8 @@ class Pipeline:
     async def _learn(self, before: tuple[int, int, int]) -> None:
         """``before``: groups given up so far, so that each step tells of its own."""
         unpublished: int | None = None
-        step: int | None = self.first_step
-        while step is not None and step < self.num_steps:
+        step = self.first_step
+        while step < self.num_steps:
             begin = time.monotonic()
             ahead = await self._learn_ahead(step) if self.streaming else Ahead()
             groups = await self._waiting(ahead, self.queue.take(self.prompts_per_step))
@@ -115,9 +124,11 @@ class Pipeline:
             lost = group_losses(batch, *(b - a for a, b in zip(before, now, strict=True)))
             before = now
             self.telemetry.log_step(step, {**batch_metrics(batch), **lost, **report.metrics, **times})
-            step = await self.after_step(report)
-            if step is not None and step < report.version:
-                unpublished = None  # it is undone, and the weights before it are published
+            step, ends = await self.after_step(report)
+            if step < report.version:
+                unpublished = None
+            if ends:
+                break
         if unpublished is not None:  # the run ended between two publications
             await self._publish(unpublished)
 

@@ -384,7 +384,7 @@ class Position:
     consumed: Mapping[int, int]
     """Admission -> step, of the steps that the published weights do not contain."""
     last_consumed: int | None
-    """The last group of the last step."""
+    """The last group of the last step, or of one that was rolled back."""
     num_consumed: int
     """Groups that steps have used."""
     num_undone: int

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from nearpolicy.environments.single_turn import Bounded
 from nearpolicy.errors import EngineError, NearpolicyError, RolloutsError, StandstillError, SyncError
-from nearpolicy.pipeline import Pipeline
+from nearpolicy.pipeline import Next, Pipeline
 from nearpolicy.records import (
     Admission,
     Batch,
@@ -255,10 +255,11 @@ class World:
     def log_step(self, step: int, metrics) -> None:
         self.logged.append({"step": step, **metrics})
 
-    async def after_step(self, report: StepReport) -> int | None:
+    async def after_step(self, report: StepReport) -> Next:
         if self.clock.random.random() < self.rolling_back:
-            return await self.roll_back(self.clock.random.randint(max(0, report.version - 3), report.version - 1))
-        return report.version
+            back_to = self.clock.random.randint(max(0, report.version - 3), report.version - 1)
+            return Next(await self.roll_back(back_to))
+        return Next(report.version)
 
     async def roll_back(self, version: int) -> int:
         """As a session does it: the decision at once, the weights some time later."""
@@ -503,8 +504,8 @@ def test_weights_are_published_at_the_end_also_when_the_run_ends_between_publica
         def prompt(self, index: int) -> Prompt | None:
             return None if ending == "the data ends" and index == 10 else super().prompt(index)
 
-        async def after_step(self, report: StepReport) -> int | None:
-            return None if ending == "somebody stops the run" and report.version == 5 else report.version
+        async def after_step(self, report: StepReport) -> Next:
+            return Next(report.version, ends=ending == "somebody stops the run" and report.version == 5)
 
     async def scenario() -> World:
         clock = Clock(0)

@@ -325,9 +325,13 @@ def make_meter(
     say: Callable[[str], None],
 ) -> Meter:
     """Compares engine and learner after publications."""
-    scoring = Scoring.of(learner)
     return Meter(
-        probe=Probe(generator=engine.runner, scoring=scoring, sampling=language.sampling, seed=config.run.seed),
+        probe=Probe(
+            generator=engine.runner,
+            scoring_of=lambda: Scoring.of(learner),
+            sampling=language.sampling,
+            seed=config.run.seed,
+        ),
         engine=engine.runner,
         bound=bound_of(model.mode, model.policy, narrow=config.generator.weights != "same"),
         ends=language.renderer.stop_token_ids,

@@ -277,7 +277,7 @@ class Sides:
         passes = Passes(self.numerics, budget=512, temperature=temperature or 1.0, threads=threads)
         scoring = Scoring(policy=self.policy, passes=passes, same_support=False, call=self.thread.call)
         sampling = Sampling(temperature=temperature, max_tokens=TOKENS, stop_token_ids=renderer.stop_token_ids)
-        return Probe(generator=self.runner, scoring=scoring, sampling=sampling, seed=0)
+        return Probe(generator=self.runner, scoring_of=lambda: scoring, sampling=sampling, seed=0)
 
     def close(self) -> None:
         self.runner.close()

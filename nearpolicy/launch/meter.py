@@ -10,14 +10,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from nearpolicy.generator.runner import EngineRunner
 from nearpolicy.launch.diagnosis import Bound, Diagnosis, diagnose, wrong_stops
-from nearpolicy.launch.probe import TOKENS_EACH, LearnerThread, Probe, Scoring
+from nearpolicy.launch.probe import TOKENS_EACH, Probe
 from nearpolicy.records import Row, StepReport
 
 SHARE, AT_LEAST_S = 0.02, 1.0
@@ -41,8 +40,6 @@ class Meter:
     tell: Callable[..., None]
     say: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
-    found: list[dict[str, Any]] = field(default_factory=list)
-    """Diagnoses so far: step, cause, text and their numbers."""
     _fresh: float = 0.0
     _due: bool = False
     _lasting: set[str] = field(default_factory=set)
@@ -51,9 +48,9 @@ class Meter:
     _began: float | None = None
     _spent: float = 0.0
 
-    def follow(self, learner: LearnerThread) -> None:
-        """Its learner has been made anew."""
-        self.probe = replace(self.probe, scoring=Scoring.of(learner))
+    def forget(self) -> None:
+        """What was found of weights that do not count any more."""
+        self._probed, self._due, self._fresh = {}, False, 0.0
 
     def probed(self) -> dict[str, float]:
         """Metrics of the probe under the weights that this step began with; nothing if there was none."""
@@ -101,7 +98,6 @@ class Meter:
         step = version - 1
         self.tell("diagnosis", version=version, seconds=seconds, cause=found.cause, text=found.text, **found.numbers)
         self.say(f"step {step}: engine and learner disagree ({found.cause}): {found.text}")
-        self.found.append({"step": step, "cause": found.cause, "text": found.text, **found.numbers})
 
     async def _measure(self, prompts: Sequence[np.ndarray], version: int) -> None:
         begin = self.clock()

@@ -82,10 +82,15 @@ class Probe:
     """Asks both sides."""
 
     generator: Generator
-    scoring: Scoring
+    scoring_of: Callable[[], Scoring]
+    """Asked each time: a rollback may make the learner anew."""
     sampling: Sampling
     """Of the run: what is compared goes the way of its rollouts."""
     seed: int
+
+    @property
+    def scoring(self) -> Scoring:
+        return self.scoring_of()
 
     async def measure(
         self, prompts: Sequence[np.ndarray], version: int, *, n: int, tokens: int = TOKENS_EACH, name: str = PROBE

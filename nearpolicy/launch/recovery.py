@@ -53,7 +53,7 @@ class Recovery:
         begin, steps = time.monotonic(), found.steps
         lineages = Lineages(found.branches)
         with RunReader(self.folder.path) as run:
-            lines, counting = run.metrics(), lineages.counting(run.versions())
+            lines, counting = run.metrics(), {record.version: record for record in run.versions()}
         if any(line["step"] >= steps and "policy/loss" in line for line in lines):
             self.telemetry.undo(steps)  # told of, and lost: they happen again
         await self._settle_warm_start()
@@ -81,33 +81,49 @@ class Recovery:
         )
         return found, due
 
-    async def roll_back(self, queue: StalenessBoundedQueue, version: int, reason: str) -> None:
-        """Undo the steps from ``version`` on; the decision is in the store before anything is done about it."""
+    async def roll_back(self, queue: StalenessBoundedQueue, version: int, reason: str) -> bool:
+        """Undo the steps from ``version`` on. The decision is in the store before the learner or a generator hears of
+        it. False, and nothing done, if what has to be learned again was dropped."""
         begin = time.monotonic()
         self.store.flush()
         with RunReader(self.folder.path) as run:
             before, versions = run.lineages, run.versions()
-            places = "SELECT count(*) FROM consumption WHERE place IS NOT NULL AND step < ?"
-            num_taken = run.query(places, version)[0][0]
+            num_taken = run.num_taken(version)
+            if any(run.is_dropped(each.admission, each.attempt) for each in run.consumption() if each.step < version):
+                self.say(
+                    f"no way back to step {version}: store.retention has dropped what may have to be learned again"
+                )
+                return False
         branch = before.next(version + 1, ROLLBACK, reason)
-        stale = queue.roll_back(version, num_taken, f"{ROLLBACK}: {reason}")
+        stale = queue.roll_back(version, num_taken, f"{ROLLBACK}: {reason}")  # no await between this and the flush
         self.store.branched(branch, stale)
         self.store.flush()
         self.telemetry.undo(version)
-        lineages = before.with_branch(branch)
-        counting = lineages.counting(versions)
+        lineages, counting = before.with_branch(branch), {r.version: r for r in versions if r.version <= version}
+        self._set_aside_weights(version)
         if not await self._load_checkpoint(version, counting):
             await self.learner.begin_anew()
             await self.warm_start()
-        await self._learn_again(version, lineages, counting, logged=range(version), publish=version)
+        of_other_bits = await self._learn_again(
+            version, lineages, counting, logged=range(version), publish=version, ready=queue.ready
+        )
+        queue.begin_anew(of_other_bits, version)
         queue.retire(version)
         self.telemetry.event(
             "learner", "rollback", seconds=time.monotonic() - begin, version=version, step=version, reason=reason
         )
         self.say(
-            f"rolled back to step {version}, as lineage {branch.lineage}: {reason}; {count(len(stale), 'group')} that "
-            "waited for a step began anew"
+            f"rolled back to step {version}, as lineage {branch.lineage}: {reason}; "
+            f"{count(len(stale) + len(of_other_bits), 'group')} that waited for a step began anew"
         )
+        return True
+
+    def _set_aside_weights(self, version: int) -> None:
+        """Of `run.keep_versions`."""
+        for path in self.folder.weights.glob("version-*.safetensors"):
+            number = path.stem.removeprefix("version-")
+            if number.isdecimal() and int(number) > version:
+                path.rename(path.with_name(f"undone-{path.stem}-{time.time_ns()}{path.suffix}"))
 
     def rollbacks(self) -> int:
         """So far, in all lives of the run."""

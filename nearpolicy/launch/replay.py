@@ -109,7 +109,7 @@ class Replay:
         # A thread of its own: what it needs for the same bits would stay with this one.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner", initializer=settle, initargs=(threads,))
         self.learner: PolicyLearner = build.make_learner(self.config, self.language, model.numerics, threads=threads)
-        self._recorded: Mapping[int, VersionRecord] = self.run.lineages.counting(self.run.versions())
+        self._recorded: Mapping[int, VersionRecord] = {record.version: record for record in self.run.versions()}
         self._told = {line["step"]: line for line in self.run.metrics()}
 
     def train(self, steps: int) -> Iterator[str]:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from nearpolicy.config import RunConfig, dump_resolved
 from nearpolicy.errors import NearpolicyError, RunFolderError, UserError, first_error
-from nearpolicy.launch.pause import pause
+from nearpolicy.launch.pause import PAUSED, pause
 from nearpolicy.launch.progress import progress
 from nearpolicy.launch.recovery import Recovery
 from nearpolicy.launch.resume import require_same_data
@@ -33,8 +33,10 @@ from nearpolicy.launch.successes import Successes
 from nearpolicy.launch.watch import Watch
 from nearpolicy.launch.words import count, place
 from nearpolicy.machine import helpers_peak_memory_mb, peak_memory_mb
+from nearpolicy.pipeline import Next
 from nearpolicy.records import Fate, Position, StepReport
 from nearpolicy.store.folder import RunFolder, create_run_folder, remove_run
+from nearpolicy.store.metric_lines import is_of_evaluation
 from nearpolicy.store.position import position_of
 from nearpolicy.store.reader import RunReader
 from nearpolicy.store.retention import Retention
@@ -244,7 +246,14 @@ class Session:
             self.successes = Successes(config, self.folder, self.store)
             closing.callback(self.successes.close)
         self.recovery = Recovery(
-            config, self.folder, self.learner, self.publisher, self.store, self.telemetry, self.say, self._warm_start
+            config,
+            self.folder,
+            self.learner,
+            self.publisher,
+            self.store,
+            self.telemetry,
+            self.say,
+            warm_start=partial(self._warm_start, may_stop=False),
         )
         self.meter = build.make_meter(
             config, self.language, self.model, self.engine, self.learner, partial(tell, "monitor"), self.say
@@ -265,6 +274,7 @@ class Session:
         else:
             self.position, self._taken_up_at = await self.recovery.take_up(self.position)
             last = self._remember(self.position.steps)
+            (self.folder.path / PAUSED).unlink(missing_ok=True)  # who takes the run up wants it to go on
             self._acting = [alarm for alarm in last if alarm.action == "rollback"]  # a kill came before it
         self.memory = build.memory_by_owner(self.engine.engine, self.learner.inner)
         self.begun = True
@@ -276,11 +286,13 @@ class Session:
         if not self.stop_requested:
             try:
                 pipeline = self._pipeline()
-                if (first_step := await self._act(pipeline.first_step)) is not None:
+                first_step, ends = await self._act(pipeline.first_step)
+                if not ends:
                     await replace(pipeline, first_step=first_step).run()
             except BaseExceptionGroup as errors:
                 error = first_error(errors)
-                if isinstance(error, UserError) and not isinstance(error, RunFolderError):
+                saves = isinstance(error, UserError) and not isinstance(error, RunFolderError)
+                if saves and self.learner.inner is not None:
                     await self._save()  # what was learnt so far; another setting may go on from there
                 raise
         wall_s = time.monotonic() - begin
@@ -369,7 +381,7 @@ class Session:
             streaming=config.learner.streaming and self.learner.inner.can_learn_ahead and limits.order == "admission",
         )
 
-    async def _warm_start(self) -> None:
+    async def _warm_start(self, *, may_stop: bool = True) -> None:
         from nearpolicy.launch.warm_start import supervised_batches
         from nearpolicy.objectives.objective import Supervised
 
@@ -378,7 +390,7 @@ class Session:
             return
         losses = []
         for rows in supervised_batches(self.language.mixture, self.config.tasks, config, self.language.renderer):
-            if self.stop_requested:
+            if may_stop and self.stop_requested:
                 break
             try:
                 loss = await self.learner.call(learner.supervised_step, rows, Supervised(), config.learning_rate)
@@ -397,10 +409,11 @@ class Session:
         self.store.note("initial_weights", {"fingerprint": record.fingerprint, "path": str(self.language.folder)})
         await self._keep(record.version)
 
-    async def _after_step(self, report: StepReport) -> int | None:
-        """Runs while the learner is idle and no version changes; generation goes on. The step that comes next."""
+    async def _after_step(self, report: StepReport) -> Next:
+        """Runs while the learner is idle and no version changes; generation goes on."""
         config, step = self.config, report.version
-        if (follows := await self._act(step)) != step:
+        follows = await self._act(step)
+        if follows.step != step:
             return follows
         ended = self.stop_requested or step == config.run.steps
         if step % config.sync.weight_sync_steps == 0 or step == config.run.steps:
@@ -411,43 +424,48 @@ class Session:
                 await self._evaluate(step, with_pass=False)
         if config.checkpoint.every and step % config.checkpoint.every == 0 and not ended:
             await self._save()
-        return None if self.stop_requested else await self._act(step)  # what an evaluation has raised
+        return await self._act(step)  # what an evaluation has raised
 
     def _remember(self, steps: int) -> list[Alarm]:
-        """What monitors had seen after so many steps; the alarms of the last one, and of its weights."""
+        """What monitors had seen after so many steps; the alarms of the last one, and of the weights now."""
         with RunReader(self.folder.path) as run:
             lines = [(line["step"], as_logged(line)) for line in run.metrics() if line["step"] <= steps]
         self._trends = self._no_trends()
         self._trends.restore(metrics for _, metrics in lines)
-        return [alarm for alarm in self.monitors.recall(lines) if alarm.step >= steps - 1]
+        begun = self.monitors.recall(lines)
+        return [alarm for alarm in begun if alarm.step == (steps if is_of_evaluation(alarm.metric) else steps - 1)]
 
     def _no_trends(self) -> Trends:
         return Trends({task.name: [reward.source for reward in task.rewards] for task in self.config.tasks})
 
-    async def _act(self, step: int) -> int | None:
-        """What the alarms of a step ask for; the step that comes next, or None if that ends the run."""
+    async def _act(self, step: int) -> Next:
+        """What the alarms of a step ask for."""
         acting, self._acting = self._acting, []
-        for alarm in sorted(acting, key=lambda alarm: alarm.first - alarm.monitor.back):
-            if alarm.action == "rollback" and not self.stop_requested:
-                return await self._roll_back(alarm)  # the earliest; what else there was is undone with it
+        backwards = [alarm for alarm in acting if alarm.action == "rollback" and self.learner.inner.version]
+        for alarm in sorted(backwards, key=lambda alarm: alarm.good - alarm.monitor.back)[:1]:
+            if not self.stop_requested:  # the earliest; what else there was is undone with it
+                step = await self._roll_back(alarm)
         for alarm in acting:
-            if alarm.action == "pause" and not self.stop_requested:
+            if alarm.action == "pause" and not backwards and not self.stop_requested:
                 await self._pause(alarm)
-        return step
+        return Next(step, ends=self.stop_requested)
 
-    async def _roll_back(self, alarm: Alarm) -> int | None:
+    async def _roll_back(self, alarm: Alarm) -> int:
+        """The step that comes next."""
         most, done = alarm.monitor.most, self.learner.inner.version
-        if not done:
-            return 0  # an evaluation of the initial weights
         if self.recovery.rollbacks() >= most:
-            self.say(f"{alarm.metric}: rolled back {count(most, 'time')} already (`most`); the run ends")
+            self.say(
+                f"{alarm.metric}: rolled back {count(most, 'time')} already; the run ends (monitors: raise `most`)"
+            )
             self.stop()
-            return None
-        back_to = max(0, min(alarm.first - alarm.monitor.back, done - 1))
-        await self.recovery.roll_back(self.queue, back_to, alarm.text)
+            return done
+        back_to = max(0, min(alarm.good - alarm.monitor.back, done - 1))
+        self.meter.forget()
+        if not await self.recovery.roll_back(self.queue, back_to, alarm.text):
+            self.stop()
+            return done
         self.watch.step = back_to
         self._remember(back_to)
-        self.meter.follow(self.learner)
         return back_to
 
     async def _pause(self, alarm: Alarm) -> None:
@@ -613,6 +631,7 @@ class Session:
         with RunReader(self.folder.path) as run:
             lines = run.metrics()
             ledger = dict(run.ledger().items())
+            diagnoses = [{"step": event.version - 1, **event.numbers} for event in run.events("diagnosis")]
             lost = run.query("SELECT count(*) FROM endings WHERE ending = ?", Fate.LOST.value)[0][0]
             undone = run.query(
                 "SELECT coalesce(sum(tokens), 0) FROM undone JOIN fates USING (admission, attempt) WHERE fate = ?",
@@ -647,7 +666,7 @@ class Session:
                 "max": _largest(lines, "mismatch/logprob_diff_max"),
             },
             "alarms": alarms,
-            "diagnoses": self.meter.found,
+            "diagnoses": diagnoses,
             "packages": self.packages,
         }
         self.folder.write_summary(summary)

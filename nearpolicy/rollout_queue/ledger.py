@@ -182,6 +182,13 @@ class Ledger:
             elif held.version > version:
                 raise StalenessError(f"group {held.index} of version {held.version} outlives a way back to {version}")
 
+    def again(self, index: int, version: int) -> None:
+        """The group, ready or running, begins again under this version, at its old place."""
+        held = self._held[index]
+        if held.state is State.CONSUMED:
+            self._expect(index, State.READY)
+        held.state, held.version = State.RUNNING, version
+
     def overdue(self) -> list[int]:
         """Groups beyond the bound. Where the learner waits for all, a run that goes on by itself has none, by the proof
         above; a state put together from outside may have some that are ready, and they must not be consumed. Where

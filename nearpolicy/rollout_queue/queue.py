@@ -298,19 +298,30 @@ class StalenessBoundedQueue:
         Running groups are cut off. They and the groups given back, which were ready and hold tokens of the steps
         undone, begin anew: same admission, prompt and random numbers, under the weights that are published then.
         """
-        stale = [group for index, group in sorted(self._groups.items()) if group.newest_version > version]
+        stale = [group for group in self.ready if group.newest_version > version]
         running = [index for index in self._ledger.indices(State.RUNNING) if index not in self._begin_anew]
         self._ledger.roll_back(version, [group.index for group in stale])
         self.num_undone += self._num_taken - num_taken
         self._num_taken, self._holds, self._between_steps = num_taken, True, False
         self._begin_anew = {index: replace(a, version=version) for index, a in self._begin_anew.items()}
-        for group in stale:
-            self._anew(self._groups.pop(group.index).admission, version)
+        self.begin_anew(stale, version)
         for index in running:
             self._cut_off[index] = reason
             self._give_up(index, reason)
         self._begin_search([])
+        self._published_at, self._waited_s = self._clock(), 0.0
         return tuple(stale)
+
+    @property
+    def ready(self) -> list[Group]:
+        """Groups that wait for a step, by index."""
+        return [self._groups[index] for index in sorted(self._groups)]
+
+    def begin_anew(self, groups: Sequence[Group], version: int) -> None:
+        """These, which were ready, are of weights that do not count; in the store they have expired."""
+        for group in groups:
+            self._ledger.again(group.index, version)
+            self._anew(self._groups.pop(group.index).admission, version)
 
     def _anew(self, ended: Admission, version: int) -> None:
         """The next attempt, under weights of now; who is asked for a slot next gets the lowest index."""
@@ -333,6 +344,7 @@ class StalenessBoundedQueue:
                 f"version {self._ledger.version(index)} with {done} steps completed, queue.max_staleness is {bound}"
             )
             is_ready = self._ledger.state(index) is State.READY
+            waits = self._begin_anew.pop(index, None)
             self._ledger.give_up(index)
             self._cut_off.pop(index, None)
             if self._requeues:
@@ -340,6 +352,8 @@ class StalenessBoundedQueue:
             self._emit("expire", admission=index, reason=reason, finished=is_ready)
             if is_ready:
                 self._store.discarded(self._groups.pop(index), Fate.EXPIRED, reason)
+            elif waits is not None:  # nobody has been given it
+                self._store.discarded(Group(admission=waits, failure=reason), Fate.EXPIRED, reason)
             else:
                 self._expired_running[index] = reason
                 self._give_up(index, reason)

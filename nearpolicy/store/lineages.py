@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from nearpolicy.records import Branch, VersionRecord
+from nearpolicy.records import Branch
 
 
 class Lineages:
@@ -49,7 +49,3 @@ class Lineages:
 
     def counts(self, lineage: int, version: int) -> bool:
         return self.of(version) == lineage
-
-    def counting(self, records: Iterable[VersionRecord]) -> dict[int, VersionRecord]:
-        """By version, of all that were published."""
-        return {record.version: record for record in records if self.counts(record.lineage, record.version)}

@@ -30,7 +30,8 @@ def position_of(run: RunReader) -> Position:
     published = run.last_version(steps)
     contained = 0 if published is None else published.version
     last = run.query("SELECT admission FROM consumption ORDER BY ordinal DESC LIMIT 1")
-    last_consumed = last[0][0] if last else None
+    undone = one("SELECT max(admission) FROM undone")  # of a batch that was found behind the one before it, too
+    last_consumed = max((index for index in (*(row[0] for row in last), undone) if index is not None), default=None)
     ended = dict(
         run.query(
             "SELECT ending, count(*) FROM endings NATURAL JOIN admissions WHERE ending <> 'consumed' GROUP BY ending"

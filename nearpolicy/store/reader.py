@@ -22,7 +22,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
-from nearpolicy.errors import RunFolderError, described
+from nearpolicy.errors import RunFolderError
 from nearpolicy.records import (
     BASELINE,
     Admission,
@@ -42,6 +42,7 @@ from nearpolicy.records import (
 )
 from nearpolicy.store.folder import RunFolder
 from nearpolicy.store.lineages import Lineages
+from nearpolicy.store.metric_lines import merged
 from nearpolicy.store.moved import MovedPayloads
 from nearpolicy.store.payload import (
     PayloadError,
@@ -171,18 +172,8 @@ class RunReader:
         """
         if not self.folder.metrics.exists():
             return []
-        merged: dict[int, dict[str, Any]] = defaultdict(dict)
         lines = self.folder.metrics.read_bytes().split(b"\n")[:-1]  # the last piece is empty or being written
-        for number, line in enumerate(lines, start=1):
-            entry = _metrics_entry(line, f"{self.folder.metrics} line {number}")
-            if entry.get("undone"):
-                merged = _before(entry["step"], merged)
-                continue
-            known = merged[entry["step"]]
-            bad = {name: word for name, word in known.get("not_finite", {}).items() if name not in entry}
-            known |= entry
-            known["not_finite"] = bad | entry.get("not_finite", {})
-        return [merged[step] for step in sorted(merged)]
+        return merged(lines, str(self.folder.metrics))
 
     def ledger(self) -> dict[Fate, int]:
         """Sampled tokens by fate; the values, but for those replayed, add up to all that was stored. Fates without
@@ -416,6 +407,11 @@ class RunReader:
         rows = self._db.execute(query, (_bindable(step),))
         return [Consumed(step=s, place=p, admission=a, attempt=t) for s, p, a, t in rows]
 
+    def num_taken(self, before: int) -> int:
+        """Groups that filled places of the steps before this one."""
+        query = "SELECT count(*) FROM consumption WHERE place IS NOT NULL AND step < ?"
+        return self._db.execute(query, (before,)).fetchone()[0]
+
     def batch(self, step: int) -> Batch:
         """The batch of a step as the learner saw it: same groups, same rows, same order, same bits."""
         found = self._db.execute("SELECT places FROM steps WHERE step = ?", (_bindable(step),)).fetchone()
@@ -459,7 +455,12 @@ class RunReader:
         return Lineages(self.branches())
 
     def versions(self) -> list[VersionRecord]:
-        """Published weights, oldest first, without their digests."""
+        """Published weights that count, oldest first, without their digests."""
+        counts = self.lineages.counts
+        return [record for record in self.all_versions() if counts(record.lineage, record.version)]
+
+    def all_versions(self) -> list[VersionRecord]:
+        """Those too that were rolled back, or came out with other bits; by lineage."""
         query = "SELECT lineage, version, updates, fingerprint, parent FROM versions ORDER BY lineage, version"
         return [VersionRecord(**dict(row)) for row in self._db.execute(query)]
 
@@ -521,31 +522,6 @@ class RunReader:
             for row in rows
             if counts(row["lineage"], row["version"])
         ]
-
-
-def _metrics_entry(line: bytes, where: str) -> dict[str, Any]:
-    """A line as `MetricsWriter` writes it; a disk or an editor may have made another one of it."""
-    try:
-        entry = json.loads(line)
-        if not isinstance(entry["step"], int) or not isinstance(entry.get("not_finite", {}), dict):
-            raise TypeError("step or not_finite is not what it should be")
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise RunFolderError(f"{where} is not a line of metrics ({described(error, 100)}); remove that line") from None
-    return entry
-
-
-def _before(step: int, lines: Mapping[int, dict[str, Any]]) -> defaultdict[int, dict[str, Any]]:
-    """The lines that are left when this step is undone; how its weights had done in an evaluation stays true."""
-    left = {number: line for number, line in lines.items() if number < step}
-    told = lines.get(step, {})
-    if any(name.startswith(_EVALUATION) for name in told):
-        kept = {name: v for name, v in told.items() if name in ("step", "time") or name.startswith(_EVALUATION)}
-        bad = {name: word for name, word in told.get("not_finite", {}).items() if name.startswith(_EVALUATION)}
-        left[step] = kept | {"not_finite": bad}
-    return defaultdict(dict, left)
-
-
-_EVALUATION = "evaluation/"
 
 
 def _bindable(number: int | None) -> int | None:

@@ -93,7 +93,9 @@ class Mover:
             while (oldest := self._released.get()) is not None:
                 while rows := next_portion(self._db, oldest=oldest, steps=self._retention.steps):
                     self._commit(self._written(rows) if self._retention.how == "parquet" else rows)
-        except (OSError, sqlite3.Error, ValueError) as error:
+        except NearpolicyError:
+            pass  # the store has failed or is closed, and says so itself
+        except Exception as error:
             target = self._folder.payloads if self._retention.how == "parquet" else self._folder.store
             self._fail(
                 RunFolderError(
@@ -101,14 +103,12 @@ class Mover:
                     "store.retention: keep, and take the run up again"
                 )
             )
-        except NearpolicyError:
-            pass  # the store has failed or is closed, and says so itself
 
     def _written(self, rows: Sequence[Moved]) -> list[Moved]:
         """``rows`` in a new file, and where in it they are."""
         from nearpolicy.store.parquet import table_schema, write_rows
 
-        number = next_file(self._folder)
+        number = next_file(self._folder, self._db)
         path = self._folder.moved_payloads(number)
         draft = path.with_name(f".{path.name}.tmp")
         path.parent.mkdir(exist_ok=True)
@@ -149,8 +149,11 @@ def next_portion(connection: sqlite3.Connection, *, oldest: int, steps: int) -> 
     return found
 
 
-def next_file(folder: RunFolder) -> int:
-    return max((int(path.stem) for path in folder.payloads.glob("[0-9]*.parquet")), default=-1) + 1
+def next_file(folder: RunFolder, connection: sqlite3.Connection) -> int:
+    """A number that no file has, and none that somebody has put elsewhere."""
+    there = [int(path.stem) for path in folder.payloads.glob("[0-9]*.parquet") if path.stem.isdecimal()]
+    known = connection.execute("SELECT max(file) FROM moved").fetchone()[0]
+    return max([*there, -1 if known is None else known], default=-1) + 1
 
 
 def clear_unknown_files(folder: RunFolder, connection: sqlite3.Connection) -> None:

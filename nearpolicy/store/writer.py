@@ -272,7 +272,11 @@ class SqliteStore:
                     self._check(since)
         self._check()
         if durable:
-            self._press()
+            try:
+                self._press()
+            except OSError as error:
+                self._error = self._error or error
+                self._check()
 
     def close(self) -> None:
         """Commit what was said, move what was released, let go of the folder. A second call does nothing."""
@@ -340,6 +344,8 @@ class SqliteStore:
             return RunFolderError(f"the store {self.folder.store} cannot be written: {error}")
         if isinstance(error, RunFolderError):
             return RunFolderError(str(error))
+        if isinstance(error, OSError):
+            return RunFolderError(f"the store {self.folder.store} cannot be pressed onto the disk: {error}")
         if isinstance(error, NearpolicyError):
             return NearpolicyError(str(error))
         return NearpolicyError(f"the store's writer stopped: {type(error).__name__}: {error}")
@@ -367,8 +373,12 @@ class SqliteStore:
             self._wait_for_calls()
             with self._turn:
                 self._commit_waiting(patient=True)
-            going = bool(self._calls) or not self._closed
-            self._make_durable(now=not going)
+                # The flag first: once it is set nobody says anything more, so that no call is missed.
+                going = not self._closed or bool(self._calls)
+            try:
+                self._make_durable(now=not going)
+            except OSError as error:
+                self._error = self._error or error
 
     def _commit_here(self) -> bool:
         """All that waits is committed by this thread, unless the writer's is at it or the database is not to be had."""
@@ -412,29 +422,33 @@ class SqliteStore:
         self._press()
 
     def _press(self) -> None:
-        """What is committed onto the disk."""
-        with contextlib.suppress(OSError):  # the next commit finds out what is wrong with the disk
+        """What is committed onto the disk; `OSError` if it refuses."""
+        try:
             log = os.open(f"{self.folder.store}-wal", os.O_RDONLY)
-            try:
-                os.fsync(log)
-            finally:
-                os.close(log)
+        except FileNotFoundError:
+            return  # the folder is gone: the next commit says so
+        try:
+            os.fsync(log)
+        finally:
+            os.close(log)
 
     def _wait_for_calls(self) -> None:
         """Until somebody waits for the commit, or the calls that are there have had time for company; or what is
         committed has to be durable."""
-        until = time.monotonic() + _LINGER_S
-        while not (self._hurry or self._closed or len(self._calls) >= self._enough):
-            if not self._wake.wait(self._time_left(until)):
-                break
-        if not (self._calls or self._closed):
+        while True:
+            until = time.monotonic() + _LINGER_S
+            while not (self._hurry or self._closed or len(self._calls) >= self._enough):
+                if not self._wake.wait(self._time_left(until)):
+                    break
+            if self._calls or self._closed:
+                return
             # Only now do callers have to wake this thread; while calls keep coming it looks for itself.
             self._asleep = True
             if not (self._calls or self._closed):
                 self._wake.wait(self._time_left(None))
             self._asleep = False
-            if self._calls:
-                self._wait_for_calls()
+            if not self._calls:
+                return
 
     def _time_left(self, until: float | None) -> float | None:
         """Until then, or until what is committed has to be durable."""
@@ -458,13 +472,16 @@ class SqliteStore:
                 call()
                 applied += 1
             self._db.execute("COMMIT")
+            applied = 0  # of what could be undone
             self._progress = time.monotonic()
             if self._durable_at is None and not self._full_sync:
                 self._durable_at = self._progress + DURABLE_WITHIN_S
-        except BaseException as error:  # surfaces on the next call: this thread has nobody to raise to
+        except BaseException as error:  # surfaces on the next call: the writer's thread has nobody to raise to
             self._error = error
             with contextlib.suppress(sqlite3.Error):
                 self._keep(calls[:applied])
+            if not isinstance(error, Exception) and threading.current_thread() is not self._thread:
+                raise  # Ctrl-C in a caller that commits
         return True
 
     def _begin(self, patient: bool) -> bool:

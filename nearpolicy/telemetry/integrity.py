@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nearpolicy.records import Batch
+from nearpolicy.store.metric_lines import is_of_evaluation
 from nearpolicy.telemetry.config import MonitorConfig
 from nearpolicy.telemetry.metrics import pattern
 from nearpolicy.telemetry.suspicion import correlation, normalised
@@ -50,7 +51,7 @@ class Alarm:
     text: str
     monitor: MonitorConfig
     first: int
-    """The first of the steps that raised it."""
+    """The first of the steps that raised it, or of the evaluations by the version of their weights."""
 
     @property
     def severity(self) -> str:
@@ -59,6 +60,11 @@ class Alarm:
     @property
     def action(self) -> str:
         return self.monitor.action
+
+    @property
+    def good(self) -> int:
+        """The newest version before it."""
+        return self.first - is_of_evaluation(self.metric)
 
 
 class Monitors:
@@ -89,7 +95,8 @@ class Monitors:
     def recall(self, lines: Iterable[tuple[int, Mapping[str, float]]]) -> list[Alarm]:
         """Stand as after these lines, by step, which were looked at before, and after no others; the alarms that they
         had raised."""
-        self._in_a_row.clear(), self._first.clear(), self._raised.clear(), self._past.clear()
+        for seen in (self._in_a_row, self._first, self._raised, self._past):
+            seen.clear()
         known, self.alarms = self.alarms, []
         for step, metrics in lines:
             self.jump(metrics)
@@ -144,4 +151,4 @@ def _beyond(monitor: MonitorConfig, value: float, cleared_at: float | None) -> s
 
 
 def _lines_of(metric: str) -> str:
-    return "evaluations" if metric.startswith("evaluation/") or "/held_out_" in metric else "steps"
+    return "evaluations" if is_of_evaluation(metric) else "steps"

@@ -18,6 +18,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from nearpolicy.store.metric_lines import UNDONE
+
 METRICS: Mapping[str, str] = {
     "reward/mean": "mean reward of the scored rollouts in the batch",
     "reward/<source>/mean": "mean value of one reward source over the rollouts it scored, before its weight",
@@ -241,10 +243,6 @@ def split_finite(metrics: Mapping[str, Any]) -> tuple[dict[str, float | None], d
         if not math.isfinite(number):
             not_finite[name] = str(number)
     return values, not_finite
-
-
-UNDONE = "undone"
-"""Key of a line that takes back the steps from its own on."""
 
 
 def as_logged(line: Mapping[str, Any]) -> dict[str, float]:

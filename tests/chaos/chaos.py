@@ -72,6 +72,10 @@ SETTINGS: dict[str, tuple[str, ...]] = {
         "queue.max_staleness=2", "verifier.in_process=true", "checkpoint.every=0",
         "monitors=[{metric: policy/grad_norm, above: 3.6, steps: 2, action: rollback, back: 1, most: 99}]",
     ),
+    "goes back, filtered": (
+        "queue.max_staleness=1", "queue.dynamic_sampling=true", "verifier.in_process=true", "sync.weight_sync_steps=2",
+        "monitors=[{metric: policy/grad_norm, above: 3.6, action: rollback, most: 99}]",
+    ),
     "successes": (
         "queue.max_staleness=0", "verifier.in_process=true", "queue.replay.share=0.5", "queue.replay.min_reward=3",
     ),
@@ -310,8 +314,7 @@ def fingerprints(folder: Path) -> dict[int, str]:
     from nearpolicy.store.reader import RunReader
 
     with RunReader(folder / "run") as run:
-        counting = run.lineages.counting(run.versions())
-        return {version: record.fingerprint for version, record in counting.items()}
+        return {record.version: record.fingerprint for record in run.versions()}
 
 
 def require_whole(folder: Path, *, bound: int, steps: int) -> None:

@@ -219,7 +219,7 @@ def test_weights_that_come_out_otherwise_open_a_new_lineage(monkeypatch):
     said = go_on()
     assert any("going on as lineage 1" in line for line in said)
     with RunReader(Path("run")) as run:
-        assert [(r.lineage, r.version) for r in run.versions()] == [(0, v) for v in range(4)] + [
+        assert [(r.lineage, r.version) for r in run.all_versions()] == [(0, v) for v in range(4)] + [
             (1, v) for v in range(3, 7)
         ]
 

@@ -49,7 +49,7 @@ def train(*overrides: str, folder: str = "run", on_step=None) -> list[str]:
 
 def versions(folder: str) -> dict[int, str]:
     with RunReader(Path(folder)) as run:
-        return {v: record.fingerprint for v, record in run.lineages.counting(run.versions()).items()}
+        return {record.version: record.fingerprint for record in run.versions()}
 
 
 def require_whole(folder: str, steps: int, *, bound: int) -> None:
@@ -64,8 +64,8 @@ def require_whole(folder: str, steps: int, *, bound: int) -> None:
         ledger = run.ledger()
         assert sum(ledger.values()) == run.query("SELECT sum(sampled) FROM rollouts")[0][0]
         assert Fate.IN_FLIGHT not in ledger
-        last = [line for line in run.metrics() if "policy/loss" in line][-1]
-        assert last["ledger/trained_tokens"] == ledger[Fate.TRAINED]
+        for last in [line for line in run.metrics() if "policy/loss" in line][-1:]:
+            assert last["ledger/trained_tokens"] == ledger[Fate.TRAINED]
         assert [line["step"] for line in run.metrics() if "policy/loss" in line] == list(range(steps))
         indices = [admission.index for admission in run.admissions()]
         assert indices == list(range(len(indices)))
@@ -86,7 +86,7 @@ def test_a_rollback_goes_on_from_the_weights_before_the_alarm_with_other_prompts
     } or bound  # with staleness what a step gets depends on time
     with RunReader(Path("run")) as run:
         assert [(b.first, b.kind) for b in run.branches()] == [(4, ROLLBACK)]
-        names = {(r.lineage, r.version) for r in run.versions()}
+        names = {(r.lineage, r.version) for r in run.all_versions()}
         assert names == {(0, v) for v in range(5)} | {(1, v) for v in (4, 5, 6)}
         assert [row[0] for row in run.query("SELECT step FROM undone")] == [3, 3]
         assert len(list(run.events("rollback"))) == 1
@@ -240,3 +240,68 @@ def test_an_evaluation_of_weights_that_do_not_count_is_not_shown(spike):
     stored = sqlite3.connect("run/store.sqlite").execute("SELECT DISTINCT lineage, version FROM evaluations").fetchall()
     assert shown == {(0, 0), (0, 1), (0, 2), (1, 3), (1, 4), (1, 5), (1, 6)}
     assert set(stored) - shown == {(0, 3)}
+
+
+def test_an_evaluation_goes_back_to_weights_before_those_that_it_found_bad():
+    """With two bad evaluations in a row, of the versions 2 and 3, back to version 1."""
+    alarm = "monitors=[{metric: evaluation/sums/accuracy, above: -1, steps: 2, action: rollback, most: 1}]"
+    said = train("queue.max_staleness=0", "evaluation.every=1", "tasks.0.held_out=4", "evaluation.pass_k=[]", alarm)
+    assert any("rolled back to step 0" in line for line in said), said  # versions 0 and 1: nothing is before them
+    require_whole("run", len(versions("run")) - 1, bound=0)
+
+
+def test_rollback_with_dynamic_sampling_goes_on_after_a_resume(spike):
+    spike(3)
+    settings = (
+        "queue.max_staleness=1",
+        "queue.dynamic_sampling=true",
+        "queue.max_rounds=3",
+        "run.steps=6",
+        SPIKE % ", back: 3",
+    )
+    stops = iter([True])
+    train(
+        *settings,
+        on_step=lambda session, step: (
+            session.stop() if step == 1 and session_went_back() and next(stops, False) else None
+        ),
+    )
+    go_on()
+    with RunReader(Path("run")) as run:
+        assert [record.step for record in run.steps()] == list(range(6))
+
+
+def session_went_back() -> bool:
+    with RunReader(Path("run")) as run:
+        return bool(run.branches())
+
+
+def test_a_stop_during_a_rollback_ends_the_run_there(spike, monkeypatch):
+    from nearpolicy.launch.recovery import Recovery
+
+    spike(3)
+    load, sessions = Recovery._load_checkpoint, []
+
+    async def stopped_meanwhile(self, *arguments):
+        sessions[0].stop()
+        return await load(self, *arguments)
+
+    monkeypatch.setattr(Recovery, "_load_checkpoint", stopped_meanwhile)
+    settings = (
+        "queue.max_staleness=1",
+        "sync.weight_sync_steps=2",
+        "warm_start.steps=3",
+        "warm_start.learning_rate=1e-3",
+    )
+    train(*settings, SPIKE % ", back: 3", on_step=lambda session, step: sessions.append(session))
+    require_whole("run", 0, bound=1)
+    monkeypatch.undo()
+    go_on()
+    require_whole("run", 6, bound=1)
+
+
+def test_a_pause_whose_process_died_does_not_stay():
+    train("queue.max_staleness=0", on_step=lambda session, step: session.stop() if step == 2 else None)
+    Path("run", PAUSED).write_text("why")
+    go_on()
+    assert not Path("run", PAUSED).exists()

@@ -24,7 +24,7 @@ from nearpolicy.models.weights import digests, named_weights
 from nearpolicy.objectives.assign import assign_advantages
 from nearpolicy.objectives.config import ObjectiveConfig
 from nearpolicy.objectives.objective import Objective
-from nearpolicy.pipeline import Pipeline
+from nearpolicy.pipeline import Next, Pipeline
 from nearpolicy.records import BASELINE, Admission, Baseline, Batch, Group, Prompt, Rollout, Verdict
 from nearpolicy.roles import Request, Sampling
 from nearpolicy.rollout_queue.ledger import Ledger
@@ -195,8 +195,8 @@ class Book:
     def event(self, *_, **__) -> None: ...
 
 
-async def never_stop(report) -> int:
-    return report.version
+async def never_stop(report) -> Next:
+    return Next(report.version)
 
 
 def asynchronous(
