@@ -286,16 +286,16 @@ def test_a_stop_during_a_rollback_ends_the_run_there(spike, monkeypatch):
         sessions[0].stop()
         return await load(self, *arguments)
 
-    monkeypatch.setattr(Recovery, "_load_checkpoint", stopped_meanwhile)
     settings = (
         "queue.max_staleness=1",
         "sync.weight_sync_steps=2",
         "warm_start.steps=3",
         "warm_start.learning_rate=1e-3",
     )
-    train(*settings, SPIKE % ", back: 3", on_step=lambda session, step: sessions.append(session))
+    with monkeypatch.context() as patched:
+        patched.setattr(Recovery, "_load_checkpoint", stopped_meanwhile)
+        train(*settings, SPIKE % ", back: 3", on_step=lambda session, step: sessions.append(session))
     require_whole("run", 0, bound=1)
-    monkeypatch.undo()
     go_on()
     require_whole("run", 6, bound=1)
 
