@@ -58,8 +58,9 @@ class Recovery:
             self.telemetry.undo(steps)  # told of, and lost: they happen again
         await self._settle_warm_start()
         started = await self._load_checkpoint(steps, counting)
-        if not started and not self._warm_first:
+        if started is None and not self._warm_first:
             await self.warm_start()
+        started = started or 0
         every = self.config.sync.weight_sync_steps
         due = steps if steps == self.config.run.steps else steps // every * every
         published = 0 if found.published is None else found.published.version
@@ -101,7 +102,7 @@ class Recovery:
         self.telemetry.undo(version)
         lineages, counting = before.with_branch(branch), {r.version: r for r in versions if r.version <= version}
         self._set_aside_weights(version)
-        if not await self._load_checkpoint(version, counting):
+        if await self._load_checkpoint(version, counting) is None:
             await self.learner.begin_anew()
             await self.warm_start()
         of_other_bits = await self._learn_again(
@@ -140,8 +141,8 @@ class Recovery:
         if self._warm_first:
             await self.warm_start()
 
-    async def _load_checkpoint(self, steps: int, counting: Mapping[int, VersionRecord]) -> int:
-        """Steps that the learner's weights contain then; 0 if no checkpoint serves."""
+    async def _load_checkpoint(self, steps: int, counting: Mapping[int, VersionRecord]) -> int | None:
+        """Steps that the learner's weights contain then; None if no checkpoint serves."""
         from nearpolicy.learner.checkpoint import load_checkpoint
 
         for version, path in self._usable_checkpoints(steps):
@@ -151,7 +152,7 @@ class Recovery:
                 return self.learner.inner.version
             except RunFolderError as error:
                 self.say(f"warning: {error}; going on from the one before it")
-        return 0
+        return None
 
     def _usable_checkpoints(self, steps: int) -> list[tuple[int, Path]]:
         """By version, newest first; those of more steps than count are set aside."""
