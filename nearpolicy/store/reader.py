@@ -56,6 +56,8 @@ from nearpolicy.store.payload import (
 from nearpolicy.store.schema import (
     APPLICATION_ID,
     BRANCHES_BEFORE,
+    IN_FLIGHT,
+    RECYCLED,
     SCHEMA_VERSION,
     SEGMENTS,
     TRAINED,
@@ -94,7 +96,7 @@ class StoredRollout:
     verdicts: Mapping[str, Verdict]
     reward: float | None
     ending: str | None
-    """consumed, or the fate of a discarded group; None while it is in flight."""
+    """consumed, recycled, or the fate of a discarded group; None while it is in flight."""
     reason: str
     step: int | None
     """The step that used it up."""
@@ -188,10 +190,7 @@ class RunReader:
         """Sampled tokens by fate; the values, but for those replayed, add up to all that was stored. Fates without
         tokens are left out."""
         counts = {Fate(fate): n for fate, n in self._db.execute("SELECT fate, sum(tokens) FROM fates GROUP BY fate")}
-        waiting = self._db.execute(
-            "SELECT sum(sampled) FROM (SELECT admission, attempt FROM groups EXCEPT SELECT admission, attempt FROM "
-            "endings) JOIN rollouts USING (admission, attempt)"
-        ).fetchone()[0]
+        waiting = self._db.execute(f"SELECT sum(tokens) FROM ({IN_FLIGHT})").fetchone()[0]
         again = self._db.execute("SELECT sum(tokens) FROM replayed").fetchone()[0] if self._has("replayed") else 0
         apart = {Fate.IN_FLIGHT: waiting, Fate.REPLAYED: again}
         return counts | {fate: tokens for fate, tokens in apart.items() if tokens}
@@ -337,7 +336,7 @@ class RunReader:
                     ending=group["ending"],
                     reason="" if group["reason"] is None else decode_text(group["reason"]),
                     step=group["step"],
-                    fates=fates[row["sample"]] if group["ending"] else {Fate.IN_FLIGHT: row["sampled"]},
+                    fates=fates.get(row["sample"]) or _without_fate(group["ending"], row["sampled"]),
                     rows=rows.get(row["sample"], {}),
                     is_dropped=is_dropped,
                 )
@@ -521,6 +520,11 @@ class RunReader:
             for row in rows
             if counts(row["lineage"], row["version"])
         ]
+
+
+def _without_fate(ending: str | None, sampled: int) -> dict[Fate, int]:
+    """Of a rollout that has none in the store."""
+    return {Fate.IN_FLIGHT: sampled} if ending in (None, RECYCLED) else {}
 
 
 def _metrics_entry(line: bytes, where: str) -> dict[str, Any]:
