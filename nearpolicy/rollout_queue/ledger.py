@@ -35,8 +35,8 @@ Taken up again (`restore`). Who holds a slot is who held one when the run ended,
 newer publication has freed. A group that begins anew counts under the weights of now. One that goes on from tokens that
 it had counts under the oldest of these, and none is older than what it counted under before, running or ready. So in
 admission order those before a group are those that were, and when ready N(u) is what it was, or less, for every u: both
-bounds hold as if the run had not ended. (Dropped at the bound, what is beyond it is not gone on from: it would expire at
-once.)
+bounds hold as if the run had not ended. (Where groups are dropped at the bound, what is beyond it is not gone on from:
+it would expire at once.)
 
 No standstill. A free slot is always given out, and every running group ends, within ``rollout_timeout_s`` and its
 retries. So suppose that nothing runs. If B or more groups are unconsumed, all of them are ready: admission order takes
