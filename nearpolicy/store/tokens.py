@@ -47,12 +47,14 @@ class TokenCounts:
         for group in groups:
             self._counts[Fate.ABORTED] += self._waiting.pop(_key(group), 0)
 
-    def resolved(self, found: Resolved) -> None:
-        if found.were_aborted:
-            self._counts[Fate.ABORTED] -= sum(found.moved.values())
-        else:
-            del self._waiting[found.index, found.attempt]
-            self._counts[Fate.ABORTED] += sum(found.left.values())
+    def resolved(self, found: Iterable[Resolved]) -> None:
+        """The next attempts are stored, and counted apart."""
+        for each in found:
+            if each.were_aborted:
+                self._counts[Fate.ABORTED] -= sum(each.moved.values())
+            else:
+                del self._waiting[each.index, each.attempt]
+                self._counts[Fate.ABORTED] += sum(each.left.values())
 
     def replayed(self, step: int, rows: Iterable[Row]) -> None:
         self._replayed[step] = sum(int(row.trained.sum()) for row in rows if row.replayed)

@@ -204,25 +204,25 @@ class SqliteStore:
         self._say(lambda: self._put_admission(admission))
 
     def filled(self, group: Group) -> None:
-        self._say_of(group, lambda: self._put_group(group))
+        self._say_of([group], lambda: self._put_group(group))
         self._tokens.filled(group)
 
     def consumed(self, batch: Batch, report: StepReport, fates: Mapping[tuple[int, int], Mapping[Fate, int]]) -> None:
         """``fates`` names every rollout that the step used up, also of groups that left their place empty."""
         frozen = {key: dict(value) for key, value in fates.items()}
-        self._say(lambda: self._put_step(batch, report, frozen))
+        self._say_of(batch.groups, lambda: self._put_step(batch, report, frozen))
         self._tokens.ended(batch.groups, frozen.values())
         self._tokens.replayed(batch.step, report.rows or batch.rows)
 
     def discarded(self, group: Group, fate: Fate, reason: str) -> None:
         """All tokens of the group end with ``fate``; it needs not have been filled before."""
-        self._say_of(group, lambda: self._put_discard(group, fate, reason))
+        self._say_of([group], lambda: self._put_discard(group, fate, reason))
         self._tokens.discarded(group, fate)
 
     def retried(self, group: Group, fate: Fate = Fate.FAILED, reason: str | None = None) -> None:
         """An attempt that came to nothing, and that another one follows: one transaction, so that no admission is ever
         without. ``reason``: the group's failure, if left out."""
-        self._say_of(group, lambda: self._put_retry(group, fate, reason))
+        self._say_of([group], lambda: self._put_retry(group, fate, reason))
         self._tokens.discarded(group, fate)
 
     def branched(self, branch: Branch, stale: Sequence[Group]) -> None:
@@ -324,12 +324,9 @@ class SqliteStore:
 
     # The queue.
 
-    def _say_of(self, group: Group, call: Callable[[], None]) -> None:
-        """A call that stores this group, and with it what it goes on from."""
-        found = self.recycled.resolve(group)
-        if found is None:
-            self._say(call)
-            return
+    def _say_of(self, groups: Iterable[Group], call: Callable[[], None]) -> None:
+        """A call that stores these groups, unless they are stored already; what they go on from moves with it."""
+        found = [resolved for resolved in map(self.recycled.resolve, groups) if resolved is not None]
         self._say(lambda: (self._put_resolved(found), call()))
         self._tokens.resolved(found)
 
@@ -684,13 +681,14 @@ class SqliteStore:
             self._run(query, Fate.ABORTED.value, *key, RECYCLED)
             self._put_left(key)
 
-    def _put_resolved(self, found: Resolved) -> None:
-        """What the attempt that is stored now holds is there alone; the rest is aborted."""
-        key = (found.index, found.attempt)
-        for sample in found.moved:
-            for table in ("fates", "verdicts", "rollouts"):
-                self._run(f"DELETE FROM {table} WHERE admission = ? AND attempt = ? AND sample = ?", *key, sample)
-        self._put_left(key)
+    def _put_resolved(self, found: Iterable[Resolved]) -> None:
+        """What the attempts that are stored now hold is there alone; the rest is aborted."""
+        for each in found:
+            key = (each.index, each.attempt)
+            for sample in each.moved:
+                for table in ("fates", "verdicts", "rollouts"):
+                    self._run(f"DELETE FROM {table} WHERE admission = ? AND attempt = ? AND sample = ?", *key, sample)
+            self._put_left(key)
 
     def _put_left(self, key: tuple[int, int]) -> None:
         """Rollouts of an attempt without a fate are aborted."""

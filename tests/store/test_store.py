@@ -45,6 +45,7 @@ from nearpolicy.store.payload import encode_arrays, encode_group, encode_json
 from nearpolicy.store.position import position_of
 from nearpolicy.store.reader import RunReader
 from nearpolicy.store.recycled import can_go_on, goes_on
+from nearpolicy.store.retention import next_portion
 from nearpolicy.store.schema import BRANCHES, PAYLOADS, SCHEMA, SCHEMA_VERSION
 from nearpolicy.store.writer import SqliteStore
 
@@ -791,6 +792,24 @@ def test_nothing_goes_on_from_tokens_of_weights_that_do_not_count_any_more(folde
         store.retried(now, Fate.ABORTED, "cut off")
         anew = 0 if is_taken else now.num_sampled - 3 - 4  # as if drawn again
         require_balance(store, folder, aborted=now.num_sampled + failed + anew)
+
+
+def test_retention_leaves_what_was_recycled_until_the_next_attempt_is_stored(folder, stopped):
+    def may_go() -> set[tuple[int, int]]:
+        store.flush()
+        with contextlib.closing(sqlite3.connect(folder.store)) as connection:
+            return {(row.admission, row.attempt) for row in next_portion(connection, oldest=2, steps=0)}
+
+    with SqliteStore.open(folder) as store:
+        take_up(store, folder)
+        store.consumed(batch(0, [group(1)]), REPORT, trained([group(1)]))
+        assert may_go() == {(1, 0)}
+        now = continued(stopped)
+        store.consumed(batch(1, [now]), REPORT, trained([now]))
+        store.filled(group(2))
+        failed, used = stopped.rollouts[3].num_sampled, group(1).num_sampled + now.num_sampled
+        require_balance(store, folder, aborted=failed, trained=used, in_flight=group(2).num_sampled)
+        assert may_go() == {(1, 0), (0, 1), (0, 0)}
 
 
 def test_tokens_that_only_look_like_those_that_were_kept_do_not_take_their_place():
