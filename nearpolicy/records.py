@@ -381,6 +381,8 @@ class Position:
     """Filled, and not used by a step."""
     unfinished: tuple[Admission, ...]
     """Admissions without a group, with the attempt that came to nothing."""
+    stopped: tuple[Group, ...]
+    """What is stored of some of ``unfinished``: aborted when the run was stopped, and not gone on from since."""
     consumed: Mapping[int, int]
     """Admission -> step, of the steps that the published weights do not contain."""
     last_consumed: int | None

@@ -53,6 +53,28 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Begun:
+    """What a sample has become before it is asked for: it goes on behind these tokens, which keep what is said of
+    them. One that has ended with its last token comes back as it is."""
+
+    token_ids: np.ndarray
+    """[T] int32."""
+    logprobs: np.ndarray
+    """[T] float32 under the distribution really sampled from."""
+    versions: np.ndarray
+    """[T] int32 weights that sampled each token."""
+    extras: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """As those of the `Completion`."""
+
+    def __post_init__(self) -> None:
+        for name, dtype in (("token_ids", np.int32), ("logprobs", np.float32), ("versions", np.int32)):
+            object.__setattr__(self, name, read_only(getattr(self, name), dtype))
+        lengths = {len(self.token_ids), len(self.logprobs), len(self.versions)}
+        if len(lengths) > 1:
+            raise ValueError(f"tokens, log-probabilities and versions must have one length, found {sorted(lengths)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
     """``n`` independent completions of one token sequence."""
 
@@ -72,6 +94,8 @@ class Request:
     policy: str = "policy"
     version: int | None = None
     """Start only under this version; None takes the newest."""
+    begun: Mapping[int, Begun] = field(default_factory=dict)
+    """By sample: those that go on from something. Only for a generator that is ``resumable``."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", read_only(self.token_ids, np.int32))
@@ -117,6 +141,7 @@ class Capabilities:
     seeded: bool
     batch_invariant: bool
     resumable: bool
+    """Goes on with samples that have begun before (`Request.begun`)."""
     in_flight_update: bool
     prefix_cache: bool
     adapters: bool

@@ -13,15 +13,19 @@ from dataclasses import replace
 import numpy as np
 
 from nearpolicy.errors import ConfigError, EngineError, NearpolicyError, described
-from nearpolicy.records import BASELINE, Admission, Baseline, Finish, Group, Prompt, Rollout, Verdict
-from nearpolicy.roles import Completion, Environment, Generator, Request, Sampling, Verifier
+from nearpolicy.records import BASELINE, Admission, Baseline, Finish, Group, Outcome, Prompt, Rollout, Verdict
+from nearpolicy.roles import Begun, Completion, Environment, Generator, Request, Sampling, Verifier
 from nearpolicy.waits import waiting
 
 RewardOf = Callable[[Mapping[str, Verdict], str], float | None]
 """Verdicts by source and the task's name -> the weighted reward, or None if it cannot be told."""
 
+Earlier = Callable[[Admission], Group | None]
+"""An attempt -> what is stored of an earlier one and this one goes on from, if there is anything."""
+
 _Judging = tuple[Rollout, Completion, "asyncio.Task[Mapping[str, Verdict]]"]
 _Judged = tuple[Rollout, Completion, Mapping[str, Verdict]]
+_Earlier = tuple[Rollout, Mapping[str, Verdict]]
 
 
 class SingleTurn:
@@ -40,12 +44,16 @@ class SingleTurn:
         smallest_group: int = 2,
         with_baseline: bool = False,
         timeout_s: float | None = None,
+        earlier: Earlier = lambda admission: None,
     ) -> None:
         """``smallest_group``: scored samples that the estimator of advantages needs; a group with fewer is failed.
         ``with_baseline``: whether it needs the reward of a greedy completion too.
 
         ``timeout_s``: ``queue.rollout_timeout_s``. After this long the requests are aborted and judging stops; the
-        group is then failed, and holds what was sampled, so that every token has a fate."""
+        group is then failed, and holds what was sampled, so that every token has a fate.
+
+        ``earlier``: asked once for each attempt. Samples that had ended are taken as they are, with their verdicts,
+        and others go on from their tokens, unless the generator cannot do that."""
         self._timeout_s = timeout_s
         self._generator = generator
         self._verifier = verifier
@@ -66,12 +74,14 @@ class SingleTurn:
                 "tokenised again may give others. Use a generator that returns ids, or only evaluate with this one"
             )
         self._numerics = found.numerics
+        self._earlier = earlier if found.resumable else lambda admission: None
         self._cut_off: dict[int, Callable[[str], None]] = {}
         """By admission that is running: how to end it early, given the reason."""
 
     async def run(self, admission: Admission) -> Group:
         context = self._render(admission.prompt)
-        requests = self._requests(admission, context)
+        earlier = self._earlier_samples(admission, context)
+        requests = self._requests(admission, context, earlier)
         tasks: list[_Judging] = []
         early: list[str] = []
 
@@ -81,7 +91,7 @@ class SingleTurn:
                     rollout = completion.rollout(context, self._decode(completion.token_ids), self._numerics)
                     if request.purpose == "baseline":
                         rollout = replace(rollout, sample=BASELINE)
-                    task = judging.create_task(self._judge(admission, rollout))
+                    task = judging.create_task(self._judge(admission, rollout, earlier.get(rollout.sample)))
                     tasks.append((rollout, completion, task))
                     if early:
                         task.cancel()
@@ -130,7 +140,18 @@ class SingleTurn:
         for cut_off in list(self._cut_off.values()):
             cut_off("the run ended")
 
-    def _requests(self, admission: Admission, context: np.ndarray) -> list[Request]:
+    def _earlier_samples(self, admission: Admission, context: np.ndarray) -> dict[int, _Earlier]:
+        """By sample, those whose tokens follow the same prompt."""
+        group = self._earlier(admission)
+        if group is None:
+            return {}
+        return {
+            rollout.sample: (rollout, verdicts)
+            for rollout, verdicts in zip(group.rollouts, group.verdicts, strict=True)
+            if np.array_equal(rollout.segments[0].context_ids, context)
+        }
+
+    def _requests(self, admission: Admission, context: np.ndarray, earlier: Mapping[int, _Earlier]) -> list[Request]:
         """For the samples, and for the greedy completion if one is wanted; asked for at the same time."""
         samples = Request(
             id=f"{admission.index}.{admission.attempt}",
@@ -139,10 +160,12 @@ class SingleTurn:
             n=self._n,
             seed=admission.seed,
             admission=admission.index,
+            begun={sample: _begun(rollout) for sample, (rollout, _) in earlier.items()},
         )
         if self._greedy is None:
             return [samples]
-        return [samples, replace(samples, id=f"{samples.id}.baseline", sampling=self._greedy, n=1, purpose="baseline")]
+        greedy = {"sampling": self._greedy, "n": 1, "purpose": "baseline", "begun": {}}
+        return [samples, replace(samples, id=f"{samples.id}.baseline", **greedy)]
 
     def _missing(self, tasks: Sequence[_Judging]) -> str:
         """What a group that ran out of time was waiting for."""
@@ -158,9 +181,13 @@ class SingleTurn:
                 parts.append(f"the greedy completion was not {what}")
         return " and ".join(parts)
 
-    async def _judge(self, admission: Admission, rollout: Rollout) -> Mapping[str, Verdict]:
+    async def _judge(
+        self, admission: Admission, rollout: Rollout, earlier: _Earlier | None = None
+    ) -> Mapping[str, Verdict]:
         if rollout.finish in (Finish.FAILED, Finish.ABORTED) or not rollout.num_sampled:
             return {}  # there is nothing a verifier could speak about
+        if earlier is not None and _is_judged(earlier[1]) and earlier[0].num_sampled == rollout.num_sampled:
+            return earlier[1]
         with waiting(f"group {admission.index}", "verdicts"):
             return await self._verifier.score(admission.prompt, rollout, admission=admission.index)
 
@@ -188,6 +215,20 @@ class SingleTurn:
             return None
         few = {1: "none", 2: "fewer than two"}.get(self._smallest_group, f"fewer than {self._smallest_group}")
         return f"{few} of {len(samples)} rollouts were scored{_first_reason(samples)}"
+
+
+def _begun(rollout: Rollout) -> Begun:
+    [segment] = rollout.segments
+    return Begun(
+        token_ids=segment.token_ids,
+        logprobs=segment.behavior_logprobs,
+        versions=segment.versions,
+        extras=segment.extras,
+    )
+
+
+def _is_judged(verdicts: Mapping[str, Verdict]) -> bool:
+    return bool(verdicts) and all(verdict.outcome is not Outcome.FAILED for verdict in verdicts.values())
 
 
 def _first_reason(judged: Sequence[_Judged]) -> str:

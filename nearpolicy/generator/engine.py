@@ -23,7 +23,7 @@ from nearpolicy.generator.kv import DecodeLayout, KeyValueStore, PagedContext
 from nearpolicy.generator.packed import packed_weights
 from nearpolicy.generator.pages import pages_for
 from nearpolicy.generator.sampling import draw, sampled_logprobs, uniforms
-from nearpolicy.generator.scheduler import Plan, Scheduler, Sequence
+from nearpolicy.generator.scheduler import Plan, Scheduler, Sequence, begin
 from nearpolicy.models.numerics import Numerics
 from nearpolicy.models.policy import PolicyModel
 from nearpolicy.models.shapes import attention_shapes
@@ -106,12 +106,15 @@ class Engine:
         return self._adapted.nbytes
 
     def submit(self, request: Request) -> list[Completion]:
-        """Queue a request; completions that can never be made come back at once as failed."""
+        """Queue a request. Completions that can never be made come back at once as failed, and those that had ended
+        before as they are."""
         reason = self._refusal(request)
-        if reason is None:
-            self.scheduler.add(request)
-            return []
-        return [_ended(request, i, Finish.FAILED, reason) for i in range(request.n)]
+        if reason is not None:
+            return [_ended(request, i, Finish.FAILED, reason) for i in range(request.n)]
+        begun = [begin(request, sample) for sample in sorted(request.begun)]
+        ended = [_completion(s, finish) for s in begun if s.tokens and (finish := self._finish(s)) is not None]
+        self.scheduler.add(request, without={completion.sample for completion in ended})
+        return ended
 
     def _refusal(self, request: Request) -> str | None:
         if request.policy != SERVED_POLICY:
@@ -131,6 +134,19 @@ class Engine:
             return self._outdated(request)
         if request.sampling.stop and self._decode is None:
             return "stop strings need an engine with a tokenizer"
+        return self._wrongly_begun(request)
+
+    def _wrongly_begun(self, request: Request) -> str | None:
+        for sample, begun in request.begun.items():
+            if not 0 <= sample < request.n:
+                return f"sample {sample} has begun before, and {request.n} samples are asked for"
+            ids, newest = begun.token_ids, int(begun.versions.max(initial=0))
+            if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._vocabulary:
+                return f"sample {sample} has begun with a token id outside the model's 0 .. {self._vocabulary - 1}"
+            if newest > self.version:
+                return f"sample {sample} has begun under version {newest}, but the engine holds {self.version}"
+            if request.sampling.record_support and len(begun.extras.get("support_sizes", ())) != len(ids):
+                return f"sample {sample} has begun without a record of the tokens that could be drawn"
         return None
 
     def _outdated(self, request: Request) -> str:
@@ -214,18 +230,20 @@ class Engine:
                 sequence.tokens.append(token)
                 sequence.logprobs.append(logprob)
                 sequence.versions.append(version)
-                sampling = sequence.request.sampling
-                if token in sampling.stop_token_ids or (sampling.stop and self._has_stop_string(sequence)):
-                    finish = Finish.STOP
-                elif len(sequence.tokens) >= sequence.max_tokens:
-                    finish = Finish.LENGTH
-                else:
+                if (finish := self._finish(sequence)) is None:
                     continue
             else:
                 finish, reason = Finish.FAILED, f"the model gave no finite log-probability ({logprob})"
             ended.append(_completion(sequence, finish, reason))
             self.scheduler.finish(sequence)
         return ended
+
+    def _finish(self, sequence: Sequence) -> Finish | None:
+        """How a sequence has ended with its last token; None if it goes on."""
+        sampling = sequence.request.sampling
+        if sequence.tokens[-1] in sampling.stop_token_ids or (sampling.stop and self._has_stop_string(sequence)):
+            return Finish.STOP
+        return Finish.LENGTH if len(sequence.tokens) >= sequence.max_tokens else None
 
     def _has_stop_string(self, sequence: Sequence) -> bool:
         stops = sequence.request.sampling.stop

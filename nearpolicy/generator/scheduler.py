@@ -2,16 +2,16 @@
 
 A request of ``n`` samples is one `Prefix`, its prompt, computed once; every sample then starts from its full pages,
 which are shared, and a copy of the unfinished last one. A sequence that was interrupted is a prefix again, of its
-prompt and what it has sampled, for one sample. Full pages are found by their tokens, so that a prompt that begins like
-an earlier one is computed from where they part. When pages run out, the youngest sequence gives its own back and is
-computed again later; with exact numerics its bits do not change. A sequence alone always fits, so there is always
-progress.
+prompt and what it has sampled, for one sample; so is one that comes with tokens that were sampled before. Full pages
+are found by their tokens, so that a prompt that begins like an earlier one is computed from where they part. When pages
+run out, the youngest sequence gives its own back and is computed again later; with exact numerics its bits do not
+change. A sequence alone always fits, so there is always progress.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,20 @@ class Sequence:
     @property
     def length(self) -> int:
         return len(self.prompt) + len(self.tokens)
+
+
+def begin(request: Request, sample: int) -> Sequence:
+    """A sample as it comes: empty, or with what it has become before."""
+    sampling, prompt = request.sampling, request.token_ids.tolist()
+    law = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.record_support)
+    sequence = Sequence(request, sample, prompt, sequence_key(request, sample), law, sampling.max_tokens)
+    if (begun := request.begun.get(sample)) is not None:
+        sequence.tokens, sequence.logprobs = begun.token_ids.tolist(), begun.logprobs.tolist()
+        sequence.versions = begun.versions.tolist()
+        if sampling.record_support:
+            ends = begun.extras["support_sizes"].cumsum()[:-1]
+            sequence.support = np.split(begun.extras["support_ids"], ends) if sequence.tokens else []
+    return sequence
 
 
 @dataclass(eq=False)
@@ -143,15 +157,14 @@ class Scheduler:
         """Sequences that have sampled at least one token and are not finished."""
         return bool(self.running or self._interrupted)
 
-    def add(self, request: Request) -> None:
-        prompt = request.token_ids.tolist()
-        sampling = request.sampling
-        law = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.record_support)
-        samples = (
-            Sequence(request, i, prompt, sequence_key(request, i), law, sampling.max_tokens) for i in range(request.n)
-        )
-        place = self._prompts.appendleft if request.purpose == PROBE else self._prompts.append
-        place(Prefix(request, prompt, deque(samples)))
+    def add(self, request: Request, without: Container[int] = ()) -> None:
+        """``without``: samples that have ended before they came."""
+        samples = [begin(request, sample) for sample in range(request.n) if sample not in without]
+        for sample in [s for s in samples if s.tokens]:
+            self._interrupted.append(Prefix(request, sample.prompt + sample.tokens, deque([sample])))
+        if new := deque(s for s in samples if not s.tokens):
+            place = self._prompts.appendleft if request.purpose == PROBE else self._prompts.append
+            place(Prefix(request, request.token_ids.tolist(), new))
 
     def waiting(self, request_id: str) -> list[Sequence]:
         """Samples of a request that have not started."""

@@ -71,14 +71,16 @@ class Recovery:
             ready = tuple(group for group in found.ready if group not in stale)
             ended = tuple(group.admission for group in stale)
             found = replace(found, ready=ready, unfinished=(*found.unfinished, *ended))
+        begun = len(self.store.recycled.oldest_versions())
+        anew = len(found.unfinished) - begun
         self.telemetry.event(
             "learner", "resume", seconds=time.monotonic() - begin, version=steps, step=steps, checkpoint=started,
-            anew=len(found.unfinished),
+            anew=anew, begun=begun,
         )  # fmt: skip
         self.say(
             f"taken up at step {steps}: {'the beginning' if not started else f'checkpoint step-{started}'}, "
             f"{count(steps - started, 'recorded step')} learned again; {count(len(found.ready), 'group')} wait for a "
-            f"step, {count(len(found.unfinished), 'group')} begin anew"
+            f"step, {count(begun, 'group')} go on from what was sampled, {count(anew, 'group')} begin anew"
         )
         return found, due
 

@@ -34,11 +34,12 @@ from nearpolicy.launch.watch import Watch
 from nearpolicy.launch.words import count, place
 from nearpolicy.machine import helpers_peak_memory_mb, peak_memory_mb
 from nearpolicy.pipeline import Next
-from nearpolicy.records import Fate, Position, StepReport
+from nearpolicy.records import Fate, Group, Position, StepReport
 from nearpolicy.store.folder import RunFolder, create_run_folder, remove_run
 from nearpolicy.store.metric_lines import is_of_evaluation
 from nearpolicy.store.position import position_of
 from nearpolicy.store.reader import RunReader
+from nearpolicy.store.recycled import can_go_on
 from nearpolicy.store.retention import Retention
 from nearpolicy.store.writer import SqliteStore
 from nearpolicy.telemetry.events import Recorder
@@ -173,17 +174,33 @@ class Session:
         self._open_telemetry(closing, plain)
 
     def _reopen_records(self, closing: AsyncExitStack, plain: dict[str, Any]) -> None:
-        """Those of the run that goes on. What was under way when it ended is lost, and begins anew."""
+        """Those of the run that goes on. What was under way when it ended is lost, and begins anew, or goes on from
+        what is stored of it."""
         settings = self.config.store
         self.store = SqliteStore.open(self.folder, sync=settings.sync, retention=Retention.of(settings))
         closing.push(_unless_failed(self.store.close))
         with RunReader(self.folder.path) as run:
             self.position = position_of(run)
         require_same_data(self.position, self.language.mixture, self.folder)
-        self.store.lost(self.position.unfinished, "under way when the run ended")
+        self.store.lost(
+            self.position.unfinished,
+            "under way when the run ended",
+            stopped=self.position.stopped,
+            recycled=self._gone_on_from(self.position),
+        )
         self.store.note("config", plain)
         self.say(f"run folder: {place(self.folder.path)}, taken up after {count(self.position.steps, 'step')}")
         self._open_telemetry(closing, plain)
+
+    def _gone_on_from(self, found: Position) -> list[Group]:
+        """What is stored of unfinished groups, as far as it is not sampled anew. That is what exact numerics do, which
+        give an undisturbed run's tokens, and what becomes of a group that is beyond the bound, or has a greedy
+        completion."""
+        greedy = self.config.objective.parts["advantage"].greedy_baseline
+        if self.model.mode == "exact" or greedy:
+            return []
+        groups = [group for group in map(can_go_on, found.stopped) if group is not None]
+        return [g for g in groups if found.steps - g.oldest_version <= self.config.queue.max_staleness]
 
     def _open_telemetry(self, closing: AsyncExitStack, plain: dict[str, Any]) -> None:
         config = self.config
@@ -318,6 +335,7 @@ class Session:
             smallest_group=estimator.smallest_group,
             with_baseline=estimator.greedy_baseline,
             timeout_s=limits.rollout_timeout_s,
+            earlier=self.store.recycled.take,
         )
         return Bounded(
             environment,
@@ -355,7 +373,8 @@ class Session:
             on_event=partial(self.telemetry.event, "queue"),
         )
         if self.position is not None:
-            queue.restore(self.position, published=self._taken_up_at)
+            begun = self.store.recycled.oldest_versions()
+            queue.restore(self.position, published=self._taken_up_at, begun=begun)
         return queue
 
     def _pipeline(self) -> Pipeline:

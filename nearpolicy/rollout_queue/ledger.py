@@ -31,6 +31,13 @@ version v and those before it were at most (v + eta + 1 - t) B, and nothing is p
 v + eta - (t - s). When ready, N(u) <= (u + eta + 1 - t) B for u < s, where s stands for t now; for u >= s all slots are
 no more than that.
 
+Taken up again (`restore`). Who holds a slot is who held one when the run ended, at the same place, but for slots that a
+newer publication has freed. A group that begins anew counts under the weights of now. One that goes on from tokens that
+it had counts under the oldest of these, and none is older than what it counted under before, running or ready. So in
+admission order those before a group are those that were, and when ready N(u) is what it was, or less, for every u: both
+bounds hold as if the run had not ended. (Where groups are dropped at the bound, what is beyond it is not gone on from:
+it would expire at once.)
+
 No standstill. A free slot is always given out, and every running group ends, within ``rollout_timeout_s`` and its
 retries. So suppose that nothing runs. If B or more groups are unconsumed, all of them are ready: admission order takes
 the first B; when ready, the B oldest, which leave max(0, N(u) - B) for every u, and those fit for s + 1. If fewer are
@@ -101,17 +108,18 @@ class Ledger:
         completed: int,
         published: int,
         next_index: int,
-        running: Iterable[int],
+        running: Mapping[int, int],
         ready: Mapping[int, int],
         consumed: Mapping[int, int],
     ) -> None:
-        """Stand where a run stood. ``running``: admissions that begin anew, under the published weights. ``ready``:
-        admission -> its oldest version. ``consumed``: admission -> step, of steps that are not published."""
+        """Stand where a run stood. ``running``: admissions that begin anew, under the published weights, or go on from
+        tokens that they had -> no token of theirs is older. ``ready``: admission -> its oldest version. ``consumed``:
+        admission -> step, of steps that are not published."""
         if self._held or self.next_index:
             raise StalenessError("a ledger that has given out slots cannot take up the state of a run")
         self.completed_steps, self.published, self.next_index = completed, published, next_index
-        for index in running:
-            self._held[index] = Held(index=index, version=published)
+        for index, oldest in running.items():
+            self._held[index] = Held(index=index, version=oldest)
         for index, oldest in ready.items():
             self._held[index] = Held(index=index, version=oldest, state=State.READY)
         for index, step in consumed.items():

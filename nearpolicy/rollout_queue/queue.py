@@ -15,8 +15,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from nearpolicy.errors import RolloutsError, StandstillError
 from nearpolicy.records import Admission, Fate, Group, Position, Prompt
@@ -26,6 +27,7 @@ from nearpolicy.rollout_queue.ledger import Ledger, State
 from nearpolicy.waits import waiting
 
 ENDED = "the run ended before a step used it"
+_NOTHING: Mapping[int, int] = MappingProxyType({})
 NEVER_WAITS, WAITS_TOO_LONG = 0.01, 0.05
 """Shares of the learner's time: below the first it is the bottleneck, above the second generation is."""
 
@@ -124,19 +126,21 @@ class StalenessBoundedQueue:
         self.num_expired = 0
         """Groups that were beyond the bound before they could be consumed."""
 
-    def restore(self, found: Position, *, published: int) -> None:
+    def restore(self, found: Position, *, published: int, begun: Mapping[int, int] = _NOTHING) -> None:
         """Stand where a run stood, with its first ``published`` steps in the generators' weights. Admissions that came
-        to nothing are handed out again before new ones."""
+        to nothing are handed out again before new ones. ``begun``: those that go on from tokens they have -> the oldest
+        version among these."""
+        versions = {a.index: begun.get(a.index, published) for a in found.unfinished}
         self._ledger.restore(
             completed=found.steps,
             published=published,
             next_index=found.next_index,
-            running=[admission.index for admission in found.unfinished],
+            running=versions,
             ready={group.index: group.oldest_version for group in found.ready},
             consumed={index: step for index, step in found.consumed.items() if step >= published},
         )
         for admission in found.unfinished:
-            self._anew(admission, published)
+            self._anew(admission, versions[admission.index])
         self._groups = {group.index: group for group in found.ready}
         if self._requeues:
             asked = (*found.unfinished, *(group.admission for group in found.ready))
@@ -199,9 +203,11 @@ class StalenessBoundedQueue:
                 f"the slot of admission {index} was filled with the group of admission {group.index}: "
                 "an environment must return a group of the admission it was given"
             )
-        if index in self._cut_off and not self._closed:
+        if index in self._cut_off:  # the next attempt has none of its tokens, even if the run has ended meanwhile
             self._store.retried(group, Fate.ABORTED, self._cut_off.pop(index))
             self._anew(group.admission, self._ledger.version(index))
+            if self._closed:
+                self._abort_waiting()
             self._changed.set()
             return
         if index in self._expired_running:  # its slot is free already
@@ -368,13 +374,16 @@ class StalenessBoundedQueue:
         self._closed = True
         for index in self._ledger.indices(State.RUNNING):
             self._give_up(index, ENDED)
-        for admission in self._begin_anew.values():
-            self._store.discarded(Group(admission=admission, failure=ENDED), Fate.ABORTED, ENDED)
-        self._begin_anew.clear()
+        self._abort_waiting()
         for index in sorted(self._groups):
             self._ledger.give_up(index)
             self._store.discarded(self._groups.pop(index), Fate.ABORTED, ENDED)
         self._changed.set()
+
+    def _abort_waiting(self) -> None:
+        for admission in self._begin_anew.values():
+            self._store.discarded(Group(admission=admission, failure=ENDED), Fate.ABORTED, ENDED)
+        self._begin_anew.clear()
 
     def retire(self, version: int) -> None:
         self._ledger.retire(version)

@@ -2,15 +2,18 @@
 
 admissions --+-- ended: consumed, failed, filtered, expired          nothing is left to do
              +-- filled, not ended                                   ready: waits for a step
-             +-- the rest, and those aborted when the run stopped    unfinished: sampled anew under the same index
+             +-- the rest, and those aborted when the run stopped    unfinished: sampled anew under the same index,
+                                                                     or gone on from what is stored
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from nearpolicy.records import Admission, Fate, Position
+from nearpolicy.records import Admission, Fate, Group, Position
 from nearpolicy.store.payload import decode_text
+from nearpolicy.store.schema import RECYCLED
 
 if TYPE_CHECKING:
     from nearpolicy.store.reader import RunReader
@@ -44,6 +47,7 @@ def position_of(run: RunReader) -> Position:
     )
     left = run.unfinished()
     ready = [admission for admission in left if run.is_filled(admission)]
+    unfinished = tuple(a for a in (*left, *run.ended_as(Fate.ABORTED)) if a not in ready)
     return Position(
         steps=steps,
         published=published,
@@ -51,7 +55,8 @@ def position_of(run: RunReader) -> Position:
         next_index=one("SELECT coalesce(max(admission), -1) + 1 FROM admissions"),
         num_prompts=one("SELECT coalesce(max(coalesce(prompt_index, admission)), -1) + 1 FROM admissions"),
         ready=tuple(run.group(admission.index, admission.attempt) for admission in ready),
-        unfinished=tuple(a for a in (*left, *run.ended_as(Fate.ABORTED)) if a not in ready),
+        unfinished=unfinished,
+        stopped=tuple(_stopped(run, unfinished)),
         consumed=dict(run.query("SELECT admission, step FROM consumption WHERE step >= ?", contained)),
         last_consumed=last_consumed,
         num_consumed=one("SELECT count(*) FROM consumption WHERE place IS NOT NULL"),
@@ -63,6 +68,19 @@ def position_of(run: RunReader) -> Position:
         last_admissions=tuple(run.last_admissions(_LAST)),
         expired_prompts=_not_asked_again(run),
     )
+
+
+def _stopped(run: RunReader, unfinished: Iterable[Admission]) -> Iterator[Group]:
+    """The newest attempt that is stored, if it is the last one or was recycled, and its tokens are still there."""
+    query = (
+        "SELECT attempt, ending FROM groups JOIN endings USING (admission, attempt) WHERE admission = ? "
+        "ORDER BY attempt DESC LIMIT 1"
+    )
+    for admission in unfinished:
+        for attempt, ending in run.query(query, admission.index):
+            is_wanted = attempt == admission.attempt or ending == RECYCLED
+            if is_wanted and not run.is_dropped(admission.index, attempt):
+                yield run.group(admission.index, attempt)
 
 
 def _not_asked_again(run: RunReader) -> tuple[Admission, ...]:

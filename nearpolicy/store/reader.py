@@ -57,6 +57,8 @@ from nearpolicy.store.payload import (
 from nearpolicy.store.schema import (
     APPLICATION_ID,
     BRANCHES_BEFORE,
+    IN_FLIGHT,
+    RECYCLED,
     SCHEMA_VERSION,
     SEGMENTS,
     TRAINED,
@@ -95,7 +97,7 @@ class StoredRollout:
     verdicts: Mapping[str, Verdict]
     reward: float | None
     ending: str | None
-    """consumed, or the fate of a discarded group; None while it is in flight."""
+    """consumed, recycled, or the fate of a discarded group; None while it is in flight."""
     reason: str
     step: int | None
     """The step that used it up."""
@@ -179,10 +181,7 @@ class RunReader:
         """Sampled tokens by fate; the values, but for those replayed, add up to all that was stored. Fates without
         tokens are left out."""
         counts = {Fate(fate): n for fate, n in self._db.execute("SELECT fate, sum(tokens) FROM fates GROUP BY fate")}
-        waiting = self._db.execute(
-            "SELECT sum(sampled) FROM (SELECT admission, attempt FROM groups EXCEPT SELECT admission, attempt FROM "
-            "endings) JOIN rollouts USING (admission, attempt)"
-        ).fetchone()[0]
+        waiting = self._db.execute(f"SELECT sum(tokens) FROM ({IN_FLIGHT})").fetchone()[0]
         again = self._db.execute("SELECT sum(tokens) FROM replayed").fetchone()[0] if self._has("replayed") else 0
         apart = {Fate.IN_FLIGHT: waiting, Fate.REPLAYED: again}
         return counts | {fate: tokens for fate, tokens in apart.items() if tokens}
@@ -328,7 +327,7 @@ class RunReader:
                     ending=group["ending"],
                     reason="" if group["reason"] is None else decode_text(group["reason"]),
                     step=group["step"],
-                    fates=fates[row["sample"]] if group["ending"] else {Fate.IN_FLIGHT: row["sampled"]},
+                    fates=fates.get(row["sample"]) or _without_fate(group["ending"], row["sampled"]),
                     rows=rows.get(row["sample"], {}),
                     is_dropped=is_dropped,
                 )
@@ -522,6 +521,11 @@ class RunReader:
             for row in rows
             if counts(row["lineage"], row["version"])
         ]
+
+
+def _without_fate(ending: str | None, sampled: int) -> dict[Fate, int]:
+    """Of a rollout that has none in the store."""
+    return {Fate.IN_FLIGHT: sampled} if ending in (None, RECYCLED) else {}
 
 
 def _bindable(number: int | None) -> int | None:

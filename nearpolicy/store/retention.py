@@ -3,7 +3,7 @@
 Promises
 - A payload stays in the database while a resume may ask for it: while its step is not in every checkpoint that is kept,
   or ended fewer than `store.retention_steps` steps ago. A group that was given up goes with the steps whose groups were
-  admitted with it or later.
+  admitted with it or later; one that was recycled, once the attempt that goes on from it is stored.
 - A kill at any instant loses and doubles nothing. The file is written beside, made durable and renamed; then one
   transaction notes where the payloads are and removes them. A file that no row tells of is removed at the next start.
 - The run goes on meanwhile: all but that transaction is done by a thread of its own, a portion at a time.
@@ -136,7 +136,9 @@ def next_portion(connection: sqlite3.Connection, *, oldest: int, steps: int) -> 
     rows = connection.execute(
         "SELECT admission, attempt, what, length(payload) FROM payloads JOIN endings USING (admission, attempt) "
         "LEFT JOIN consumption USING (admission, attempt) WHERE step < :before OR (step IS NULL AND admission <= "
-        "(SELECT max(admission) FROM consumption WHERE step < :before)) ORDER BY admission, attempt, what",
+        "(SELECT max(admission) FROM consumption WHERE step < :before) AND (ending <> 'recycled' OR EXISTS "
+        "(SELECT 1 FROM groups WHERE groups.admission = payloads.admission AND groups.attempt > payloads.attempt))) "
+        "ORDER BY admission, attempt, what",
         {"before": min(oldest, done - steps)},
     )
     found: list[Moved] = []

@@ -100,8 +100,22 @@ APPLICATION_ID = 0x4E524C50
 
 SEGMENTS, TRAINED = "segments", "trained"
 """What a payload is: the segments of all rollouts of a group, or the rows that its step trained."""
-CONSUMED = "consumed"
-"""The ending of an admission whose group was used up by a step; every other ending is the value of a `Fate`."""
+CONSUMED, RECYCLED = "consumed", "recycled"
+"""Endings of an attempt whose group was used up by a step, and of one that had been aborted and that the next attempt
+goes on from; every other ending is the value of a `Fate`."""
+
+IN_FLIGHT = f"""
+SELECT admission, attempt, sum(sampled) AS tokens FROM
+    (SELECT admission, attempt FROM groups EXCEPT SELECT admission, attempt FROM endings)
+    JOIN rollouts USING (admission, attempt) GROUP BY admission, attempt
+UNION ALL
+SELECT admission, attempt, sum(sampled) FROM endings JOIN rollouts USING (admission, attempt)
+    WHERE ending = '{RECYCLED}' AND ending <> 'consumed'
+    AND NOT EXISTS (SELECT 1 FROM fates WHERE fates.admission = rollouts.admission
+                    AND fates.attempt = rollouts.attempt AND fates.sample = rollouts.sample)
+    GROUP BY admission, attempt
+"""
+"""Tokens of each attempt that have no fate yet."""
 
 SCHEMA = f"""
 {BRANCHES}
@@ -191,13 +205,16 @@ CREATE TABLE trained_rows (
 CREATE TABLE endings (
     admission INTEGER NOT NULL,
     attempt   INTEGER NOT NULL,
-    ending    TEXT NOT NULL,             -- consumed, or the fate of a discarded group
+    ending    TEXT NOT NULL,             -- consumed, recycled, or the fate of a discarded group
     reason    BLOB NOT NULL,             -- text
     PRIMARY KEY (admission, attempt)
 ) WITHOUT ROWID;
 {_ENDINGS_BY_KIND}
 
--- Tokens of a rollout by what became of them. A stored rollout without rows here is in flight.
+-- Tokens of a rollout by what became of them. A stored rollout without rows here is in flight: its group has not ended
+-- yet, or was recycled. A recycled rollout stays where it is until the attempt that goes on from it is stored, which
+-- then holds its tokens: in the same transaction it is removed from here, `rollouts` and `verdicts`. If that attempt
+-- does not hold them, they are aborted after all.
 CREATE TABLE fates (
     admission INTEGER NOT NULL,
     attempt   INTEGER NOT NULL,

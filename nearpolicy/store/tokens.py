@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from nearpolicy.records import Fate, Group, Row
+from nearpolicy.store.recycled import Resolved
 
 Key = tuple[int, int]
 """Admission, attempt."""
@@ -18,8 +19,8 @@ class TokenCounts:
     """Not for threads: whoever tells a store of groups."""
 
     def __init__(self, counts: Mapping[Fate, int], waiting: Mapping[Key, int], replayed: Mapping[int, int]) -> None:
-        """``counts``: of groups that have ended. ``waiting``: tokens of stored groups that have not. ``replayed``: by
-        step."""
+        """``counts``: of groups that have ended. ``waiting``: tokens of stored groups that have not, or that were
+        recycled. ``replayed``: by step."""
         self._counts, self._waiting, self._replayed = Counter(counts), dict(waiting), dict(replayed)
 
     def filled(self, group: Group) -> None:
@@ -34,6 +35,26 @@ class TokenCounts:
 
     def discarded(self, group: Group, fate: Fate) -> None:
         self.ended([group], [{fate: group.num_sampled}])
+
+    def recycled(self, groups: Iterable[Group]) -> None:
+        """Aborted before, and in flight again."""
+        for group in groups:
+            self._counts[Fate.ABORTED] -= group.num_sampled - self._waiting.get(_key(group), 0)
+            self._waiting[_key(group)] = group.num_sampled
+
+    def given_up(self, groups: Iterable[Group]) -> None:
+        """Recycled before, and aborted after all."""
+        for group in groups:
+            self._counts[Fate.ABORTED] += self._waiting.pop(_key(group), 0)
+
+    def resolved(self, found: Iterable[Resolved]) -> None:
+        """The next attempts are stored, and counted apart."""
+        for each in found:
+            if each.were_aborted:
+                self._counts[Fate.ABORTED] -= sum(each.moved.values())
+            else:
+                del self._waiting[each.index, each.attempt]
+                self._counts[Fate.ABORTED] += sum(each.left.values())
 
     def replayed(self, step: int, rows: Iterable[Row]) -> None:
         self._replayed[step] = sum(int(row.trained.sum()) for row in rows if row.replayed)

@@ -60,11 +60,14 @@ from nearpolicy.store.payload import (
     encode_rows,
     encode_text,
 )
+from nearpolicy.store.recycled import Recycled, Resolved
 from nearpolicy.store.retention import Moved, Mover, Retention, clear_unknown_files
 from nearpolicy.store.schema import (
     APPLICATION_ID,
     CONSUMED,
+    IN_FLIGHT,
     MIGRATIONS,
+    RECYCLED,
     SCHEMA,
     SCHEMA_VERSION,
     SEGMENTS,
@@ -126,6 +129,8 @@ class SqliteStore:
         """Held by whoever says something, and by whoever takes calls and commits them."""
         connection.execute("PRAGMA busy_timeout = 0")  # `_begin` waits, or does not
         self._tokens = tokens or TokenCounts({}, {}, {})
+        self.recycled = Recycled()
+        """What attempts of this life go on from."""
         self._thread = threading.Thread(target=self._write, name=f"store {folder.name}", daemon=True)
         self._thread.start()
         self._mover = retention and Mover(
@@ -199,43 +204,61 @@ class SqliteStore:
         self._say(lambda: self._put_admission(admission))
 
     def filled(self, group: Group) -> None:
-        self._say(lambda: self._put_group(group))
+        self._say_of([group], lambda: self._put_group(group))
         self._tokens.filled(group)
 
     def consumed(self, batch: Batch, report: StepReport, fates: Mapping[tuple[int, int], Mapping[Fate, int]]) -> None:
         """``fates`` names every rollout that the step used up, also of groups that left their place empty."""
         frozen = {key: dict(value) for key, value in fates.items()}
-        self._say(lambda: self._put_step(batch, report, frozen))
+        self._say_of(batch.groups, lambda: self._put_step(batch, report, frozen))
         self._tokens.ended(batch.groups, frozen.values())
         self._tokens.replayed(batch.step, report.rows or batch.rows)
 
     def discarded(self, group: Group, fate: Fate, reason: str) -> None:
         """All tokens of the group end with ``fate``; it needs not have been filled before."""
-        self._say(lambda: self._put_discard(group, fate, reason))
+        self._say_of([group], lambda: self._put_discard(group, fate, reason))
         self._tokens.discarded(group, fate)
 
     def retried(self, group: Group, fate: Fate = Fate.FAILED, reason: str | None = None) -> None:
         """An attempt that came to nothing, and that another one follows: one transaction, so that no admission is ever
         without. ``reason``: the group's failure, if left out."""
-        self._say(lambda: self._put_retry(group, fate, reason))
+        self._say_of([group], lambda: self._put_retry(group, fate, reason))
         self._tokens.discarded(group, fate)
 
     def branched(self, branch: Branch, stale: Sequence[Group]) -> None:
         """Weights from some version on are others than those that were recorded. ``stale`` are groups that wait for a
-        step and hold tokens of the old ones: they expire, and their admissions go on as their next attempt. After a
-        rollback the steps that led to the old weights do not count any more."""
+        step and hold tokens of the old ones: they expire, and their admissions go on as their next attempt. Nothing
+        goes on from tokens of the old ones that were recycled, and after a rollback from none. After a rollback the
+        steps that led to the old weights do not count any more."""
         frozen = tuple(stale)
-        self._say(lambda: self._put_branch(branch, frozen))
+        withdrawn = self.recycled.withdraw(0 if branch.kind == ROLLBACK else branch.first)
+        self._say(lambda: self._put_branch(branch, frozen, withdrawn))
+        self._tokens.given_up(withdrawn)
         for group in frozen:
             self._tokens.discarded(group, Fate.EXPIRED)
         if branch.kind == ROLLBACK:
             self._tokens.undone(branch.first - 1)
 
-    def lost(self, admissions: Sequence[Admission], reason: str) -> None:
+    def lost(
+        self,
+        admissions: Sequence[Admission],
+        reason: str,
+        *,
+        stopped: Sequence[Group] = (),
+        recycled: Sequence[Group] = (),
+    ) -> None:
         """Attempts that were running when a process ended, and of which nothing is recorded. Each goes on as its next
-        attempt; one that had ended as aborted is opened again."""
-        frozen = tuple(admissions)
-        self._say(lambda: self._put_lost(frozen, reason))
+        attempt; one that had ended as aborted is opened again.
+
+        ``stopped``: what is stored of some of these admissions. ``recycled``: those of them, or the rollouts of them,
+        that the next attempts go on from: their tokens are in flight again."""
+        frozen, again = tuple(admissions), tuple(recycled)
+        wanted = {group.index for group in again}
+        left = [group for group in stopped if group.index not in wanted]
+        self._say(lambda: self._put_lost(frozen, reason, left, again))
+        self._tokens.given_up(left)
+        self._tokens.recycled(again)
+        self.recycled.keep(again)
 
     def published(self, record: VersionRecord, wall_s: float) -> None:
         self._say(lambda: self._put_version(record, wall_s))
@@ -304,6 +327,12 @@ class SqliteStore:
         self.close()
 
     # The queue.
+
+    def _say_of(self, groups: Iterable[Group], call: Callable[[], None]) -> None:
+        """A call that stores these groups, unless they are stored already; what they go on from moves with it."""
+        found = [resolved for resolved in map(self.recycled.resolve, groups) if resolved is not None]
+        self._say(lambda: (self._put_resolved(found), call()))
+        self._tokens.resolved(found)
 
     def _say(self, call: Callable[[], None] | _Signal) -> None:
         with self._gate:  # no call slips in behind the one that closes
@@ -618,13 +647,14 @@ class SqliteStore:
         self._put_discard(group, fate, group.failure or "" if reason is None else reason)
         self._put_admission(replace(group.admission, attempt=group.admission.attempt + 1))
 
-    def _put_branch(self, branch: Branch, stale: Sequence[Group]) -> None:
+    def _put_branch(self, branch: Branch, stale: Sequence[Group], withdrawn: Sequence[Group]) -> None:
         self._run(
             "INSERT INTO branches VALUES (?, ?, ?, ?, ?)",
             *(branch.lineage, branch.parent, branch.first, branch.kind, encode_text(branch.reason)),
         )
         for group in stale:
             self._put_retry(group, Fate.EXPIRED, f"{branch.kind}: {branch.reason}")
+        self._put_given_up(withdrawn)
         if branch.kind == ROLLBACK:
             self._undo_steps(branch)
 
@@ -644,12 +674,47 @@ class SqliteStore:
         self._run("DELETE FROM replayed WHERE step >= ?", first)
         self._run("DELETE FROM steps WHERE step >= ?", first)
 
-    def _put_lost(self, admissions: Iterable[Admission], reason: str) -> None:
+    def _put_lost(
+        self, admissions: Iterable[Admission], reason: str, left: Iterable[Group], recycled: Iterable[Group]
+    ) -> None:
         for admission in admissions:
             query = "SELECT 1 FROM endings WHERE admission = ? AND attempt = ?"
             if not _one(self._db, query, admission.index, admission.attempt):
                 self._end(admission.index, admission.attempt, Fate.LOST.value, reason)
             self._put_admission(replace(admission, attempt=admission.attempt + 1))
+        self._put_given_up(left)
+        for group in recycled:
+            key = (group.index, group.admission.attempt)
+            self._run("UPDATE endings SET ending = ? WHERE admission = ? AND attempt = ?", RECYCLED, *key)
+            for rollout in group.rollouts:
+                query = "DELETE FROM fates WHERE admission = ? AND attempt = ? AND sample = ?"
+                self._run(query, *key, rollout.sample)
+
+    def _put_given_up(self, groups: Iterable[Group]) -> None:
+        """Aborted, those too that had been recycled."""
+        for group in groups:
+            key = (group.index, group.admission.attempt)
+            query = "UPDATE endings SET ending = ? WHERE admission = ? AND attempt = ? AND ending = ?"
+            self._run(query, Fate.ABORTED.value, *key, RECYCLED)
+            self._put_left(key)
+
+    def _put_resolved(self, found: Iterable[Resolved]) -> None:
+        """What the attempts that are stored now hold is there alone; the rest is aborted."""
+        for each in found:
+            key = (each.index, each.attempt)
+            for sample in each.moved:
+                for table in ("fates", "verdicts", "rollouts"):
+                    self._run(f"DELETE FROM {table} WHERE admission = ? AND attempt = ? AND sample = ?", *key, sample)
+            self._put_left(key)
+
+    def _put_left(self, key: tuple[int, int]) -> None:
+        """Rollouts of an attempt without a fate are aborted."""
+        self._run(
+            "INSERT INTO fates SELECT admission, attempt, sample, ?, sampled FROM rollouts WHERE admission = ? AND "
+            "attempt = ? AND sampled > 0 AND sample NOT IN "
+            "(SELECT sample FROM fates WHERE admission = ? AND attempt = ?)",
+            *(Fate.ABORTED.value, *key, *key),
+        )
 
     def _end(self, index: int, attempt: int, ending: str, reason: str) -> None:
         before = _one(self._db, "SELECT ending FROM endings WHERE admission = ? AND attempt = ?", index, attempt)
@@ -756,10 +821,7 @@ _OUTCOMES = {outcome: outcome.value for outcome in Outcome}
 
 def _tokens_so_far(connection: sqlite3.Connection) -> TokenCounts:
     counts = connection.execute("SELECT fate, sum(tokens) FROM fates GROUP BY fate")
-    waiting = connection.execute(
-        "SELECT admission, attempt, sum(sampled) FROM (SELECT admission, attempt FROM groups EXCEPT "
-        "SELECT admission, attempt FROM endings) JOIN rollouts USING (admission, attempt) GROUP BY admission, attempt"
-    )
+    waiting = connection.execute(IN_FLIGHT)
     replayed = connection.execute("SELECT step, sum(tokens) FROM replayed GROUP BY step")
     return TokenCounts(
         {Fate(fate): tokens for fate, tokens in counts},

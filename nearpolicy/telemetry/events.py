@@ -54,8 +54,8 @@ EVENT_KINDS: Mapping[str, tuple[str, str, str]] = {
     "diagnosis": ("monitor", "cause, text, ...", "* engine and learner disagree: the fault that explains it"),
     "resume": (
         "learner",
-        "step, checkpoint, anew",
-        "* a run taken up after so many steps; groups that are sampled anew",
+        "step, checkpoint, begun, anew",
+        "* a run taken up after so many steps; groups that go on from tokens they had, and that are sampled anew",
     ),
     "idle": ("any", "cause", "* a role waited; the cause names for what"),
 }

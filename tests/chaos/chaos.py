@@ -79,6 +79,10 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "successes": (
         "queue.max_staleness=0", "verifier.in_process=true", "queue.replay.share=0.5", "queue.replay.min_reward=3",
     ),
+    "goes on": (
+        "queue.max_staleness=2", "run.numerics=fast", "generator.on_sync=resume", "verifier.in_process=true",
+        "sampling.max_completion_length=40",
+    ),
     "filtered": ("queue.max_staleness=1", "queue.dynamic_sampling=true", "verifier.in_process=true"),
 }  # fmt: skip
 EXACT = ("synchronous", "workers", "adapter", "goes back", "successes")

@@ -13,7 +13,7 @@ from nearpolicy.environments.single_turn import Bounded, SingleTurn
 from nearpolicy.errors import ConfigError, EngineError
 from nearpolicy.objectives.assign import assign_advantages
 from nearpolicy.objectives.config import ObjectiveConfig
-from nearpolicy.records import Admission, Finish, Group, Outcome, Prompt, Rollout, Verdict
+from nearpolicy.records import Admission, Finish, Group, Outcome, Prompt, Rollout, Segment, Verdict
 from nearpolicy.roles import Capabilities, Completion, Request, Sampling
 
 ADMISSION = Admission(index=17, prompt=Prompt(id="q", task="sums", text="2 + 2 ="), seed=5, version=3)
@@ -512,3 +512,74 @@ def test_a_greedy_request_that_is_not_answered_once_is_an_error_not_a_group():
 
     with pytest.raises(EngineError, match=r"request '17.0.baseline' of 1 samples with \[\]"):
         run(Bounded(remax(Silent(), Verifier()), timeout_s=10, retries=3))
+
+
+# Going on from an earlier attempt
+
+
+def earlier_group(admission: Admission, context=(1, 2, 3)) -> Group:
+    """Sample 0 had ended and was judged, 1 had ended, 2 was under way, 3 had not begun."""
+
+    def rollout(sample: int, tokens: list[int], finish: Finish) -> Rollout:
+        segment = Segment(
+            context_ids=np.array(context),
+            token_ids=np.array(tokens),
+            mask=np.ones(len(tokens), bool),
+            behavior_logprobs=-np.arange(1.0, len(tokens) + 1),
+            versions=np.full(len(tokens), 1),
+            finish=finish,
+        )
+        return Rollout(sample=sample, segments=(segment,), text="", numerics="fast")
+
+    return Group(
+        admission=replace(admission, attempt=0),
+        rollouts=(
+            rollout(0, [10, 99], Finish.STOP),
+            rollout(1, [11, 99], Finish.STOP),
+            rollout(2, [12], Finish.ABORTED),
+        ),
+        verdicts=({"number": Verdict.scored(0.75)}, {}, {}),
+        rewards=(0.75, None, None),
+        failure="the run ended",
+    )
+
+
+NEXT = replace(ADMISSION, attempt=1)
+
+
+def test_samples_that_had_begun_are_asked_for_with_their_tokens_and_those_judged_are_not_judged_again():
+    generator, verifier, asked = Generator(), Verifier(order=(1, 2, 3)), []
+    earlier = lambda admission: asked.append(admission.attempt) or earlier_group(admission)  # noqa: E731
+    group = run(single_turn(generator, verifier, earlier=earlier), NEXT)
+    [request] = generator.requests
+    assert {s: begun.token_ids.tolist() for s, begun in request.begun.items()} == {0: [10, 99], 1: [11, 99], 2: [12]}
+    assert request.begun[1].logprobs.tolist() == [-1.0, -2.0] and request.begun[1].versions.tolist() == [1, 1]
+    assert (request.id, request.n, asked) == ("17.1", 4, [1])
+    assert sorted(verifier.answered) == [1, 2, 3]
+    assert group.rewards == (0.75, 0.1, 0.2, 0.3)
+
+
+def test_a_verdict_that_is_a_failure_is_asked_for_again():
+    def earlier(admission: Admission) -> Group:
+        of = earlier_group(admission)
+        return replace(of, verdicts=({"number": Verdict.failed("worker died")}, {}, {}))
+
+    verifier = Verifier()
+    assert run(single_turn(Generator(), verifier, earlier=earlier), NEXT).rewards == (0.0, 0.1, 0.2, 0.3)
+    assert sorted(verifier.answered) == [0, 1, 2, 3]
+
+
+def test_tokens_behind_another_prompt_are_not_gone_on_from():
+    generator = Generator()
+    run(single_turn(generator, Verifier(), earlier=lambda admission: earlier_group(admission, context=(1, 2))), NEXT)
+    assert generator.requests[0].begun == {}
+
+
+def test_a_generator_that_cannot_go_on_begins_anew():
+    class Forgetful(Generator):
+        def capabilities(self) -> Capabilities:
+            return replace(super().capabilities(), resumable=False)
+
+    generator = Forgetful()
+    run(single_turn(generator, Verifier(), earlier=earlier_group), NEXT)
+    assert generator.requests[0].begun == {}

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 from hypothesis import settings
@@ -74,11 +76,16 @@ class World:
             self.ledger.retire(self.ledger.completed_steps)
         return True
 
-    def restart(self) -> None:
-        """The process dies. What was running begins anew, under the published weights."""
+    def restart(self, begun: Callable[[int], bool] | None = None) -> None:
+        """The process dies: what was running begins anew, under the published weights. With ``begun`` it is stopped:
+        what was ready is to be run again too, and of all that runs, those that this chooses go on from their tokens."""
         before = self.ledger
         due = max(before.published, before.completed_steps // self.every * self.every)
-        running = before.indices(State.RUNNING)
+        running = dict.fromkeys(before.indices(State.RUNNING), due)
+        ready = {index: before.version(index) for index in before.indices(State.READY)}
+        if begun is not None:
+            chosen = {index: self.oldest[index] for index in (*running, *ready) if begun(index)}
+            running, ready = dict.fromkeys((*running, *ready), due) | chosen, {}
         consumed = {held.index: held.step for held in before._held.values() if held.state is State.CONSUMED}
         self.ledger = Ledger(**self.settings)
         self.ledger.restore(
@@ -86,10 +93,10 @@ class World:
             published=due,
             next_index=before.next_index,
             running=running,
-            ready={index: before.version(index) for index in before.indices(State.READY)},
+            ready=ready,
             consumed={index: step for index, step in consumed.items() if step >= due},
         )
-        self.oldest |= dict.fromkeys(running, due)
+        self.oldest |= running
         self.expire()
 
     def roll_back(self, version: int) -> None:
@@ -125,6 +132,10 @@ def a_world(luck: random.Random) -> World:
     return World(per_step=per_step, bound=bound, order=order, at_bound=at_bound, every=every, spare=spare)
 
 
+def drawn(luck: random.Random, share: float, index: int) -> bool:
+    return luck.random() < share
+
+
 def lived(luck: random.Random, cycles: int) -> Counter[str]:
     """Drive one world until so many groups have ended."""
     world = a_world(luck)
@@ -144,7 +155,7 @@ def lived(luck: random.Random, cycles: int) -> Counter[str]:
                 oldest = luck.randint(oldest, max(oldest, world.ledger.published))
                 world.fill(index, oldest, luck.randint(oldest, max(oldest, world.ledger.published)))
         elif chance > 0.995:
-            world.restart()
+            world.restart(luck.choice([None, *(partial(drawn, luck, share) for share in (0.0, 0.5, 1.0))]))
         elif chance > 0.985 and world.ledger.completed_steps:
             done = world.ledger.completed_steps
             world.roll_back(luck.randint(max(0, done - 4), done - 1))
@@ -219,6 +230,10 @@ class Transitions(RuleBasedStateMachine):
     @rule()
     def restart(self):
         self.world.restart()
+
+    @rule(begun=st.functions(like=lambda index: ..., returns=st.booleans(), pure=True))
+    def stop_and_take_up(self, begun):
+        self.world.restart(begun)
 
     @precondition(lambda self: self.world.ledger.completed_steps)
     @rule(data=st.data())

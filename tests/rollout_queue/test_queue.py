@@ -35,6 +35,9 @@ class Book:
         self.admitted_indices: list[int] = []
         self.filled_indices: list[int] = []
         self.discarded_groups: list[tuple[int, Fate, str]] = []
+        self.discarded_attempts: list[tuple[int, int]] = []
+        """Attempt, tokens."""
+        self.retried_groups: list[tuple[int, int, Fate, str]] = []
 
     def admitted(self, admission: Admission) -> None:
         self.admitted_indices.append(admission.index)
@@ -44,6 +47,10 @@ class Book:
 
     def discarded(self, group: Group, fate: Fate, reason: str) -> None:
         self.discarded_groups.append((group.index, fate, reason))
+        self.discarded_attempts.append((group.admission.attempt, group.num_sampled))
+
+    def retried(self, group: Group, fate: Fate, reason: str) -> None:
+        self.retried_groups.append((group.index, group.admission.attempt, fate, reason))
 
 
 def group_of(admission: Admission, versions: tuple[int, ...] = (0,)) -> Group:
@@ -401,6 +408,26 @@ def test_at_the_end_groups_that_no_step_used_are_aborted():
         queue.fill(slots[2], Group(admission=slots[2].admission, failure="the run ended: 2 samples of 4"))
         assert book.discarded_groups[1:] == [(2, Fate.ABORTED, "the run ended: 2 samples of 4")]
         assert queue.num_failed == 0
+
+    asyncio.run(scenario())
+
+
+def test_what_a_rollback_has_cut_off_is_not_the_last_attempt_although_the_run_ends_before_it_comes_back():
+    """Whoever takes the run up may go on from the last attempt's tokens."""
+
+    async def scenario() -> None:
+        book = Book()
+        queue = a_queue(per_step=1, bound=1, book=book, may_roll_back=True)
+        first, running = await queue.reserve(), await queue.reserve()
+        queue.fill(first, group_of(first.admission))
+        await queue.take(1)
+        queue.complete(0)
+        queue.roll_back(0, 0, "rollback: a spike")
+        queue.close()
+        queue.fill(running, group_of(running.admission))
+        assert book.retried_groups == [(1, 0, Fate.ABORTED, "rollback: a spike")]
+        assert book.discarded_groups == [(1, Fate.ABORTED, "the run ended before a step used it")]
+        assert book.discarded_attempts == [(1, 0)]  # and no token
 
     asyncio.run(scenario())
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from nearpolicy.records import (
     Branch,
     Event,
     Fate,
+    Finish,
     Group,
     Outcome,
     Prompt,
@@ -37,9 +39,13 @@ from nearpolicy.records import (
     VersionRecord,
 )
 from nearpolicy.store import writer
+from nearpolicy.store.export import export_run, import_run
 from nearpolicy.store.folder import RunFolder, create_run_folder
 from nearpolicy.store.payload import encode_arrays, encode_group, encode_json
+from nearpolicy.store.position import position_of
 from nearpolicy.store.reader import RunReader
+from nearpolicy.store.recycled import can_go_on, goes_on
+from nearpolicy.store.retention import next_portion
 from nearpolicy.store.schema import BRANCHES, PAYLOADS, SCHEMA, SCHEMA_VERSION
 from nearpolicy.store.writer import SqliteStore
 
@@ -641,3 +647,190 @@ def test_the_counts_of_a_running_store_are_those_of_its_database(folder):
         assert store.ledger() == read(folder).ledger()
         assert set(store.ledger()) >= {Fate.TRAINED, Fate.EXPIRED} and Fate.REPLAYED not in store.ledger()
         assert Fate.IN_FLIGHT not in store.ledger()
+
+
+# Attempts that go on from what is stored of an earlier one
+
+
+def stopped_group(index: int = 0) -> Group:
+    """Samples 0 and 1 had ended and were judged, 2 was under way, 3 had failed."""
+    whole = group(index, version=1)
+    ends = {2: Finish.ABORTED, 3: Finish.FAILED}
+    rollouts = [
+        replace(r, segments=(replace(r.segments[0], finish=ends.get(r.sample, Finish.STOP)),)) for r in whole.rollouts
+    ]
+    verdicts = tuple({} if sample in ends else of for sample, of in enumerate(whole.verdicts))
+    rewards = tuple(None if sample in ends else reward for sample, reward in enumerate(whole.rewards))
+    return replace(whole, rollouts=tuple(rollouts), verdicts=verdicts, rewards=rewards, failure="the run ended")
+
+
+def continued(of: Group, version: int = 2, more: int = 3) -> Group:
+    """The next attempt: sample 2 goes on, 3 is drawn anew."""
+    of = replace(of, admission=replace(of.admission, attempt=of.admission.attempt + 1), failure=None)
+    rollouts = list(of.rollouts)
+    old, new = rollouts[2].segments[0], segment(more, version, np.random.default_rng(5))
+    names = ("token_ids", "mask", "behavior_logprobs", "versions")
+    both = {name: np.concatenate([getattr(old, name), getattr(new, name)]) for name in names}
+    rollouts[2] = replace(rollouts[2], segments=(replace(old, **both, finish=Finish.STOP),))
+    rollouts[3] = replace(rollouts[3], segments=(segment(4, version, np.random.default_rng(6)),))
+    scored = {"answer": Verdict.scored(1.0)}
+    return replace(
+        of,
+        rollouts=tuple(rollouts),
+        verdicts=tuple(verdicts or scored for verdicts in of.verdicts),
+        rewards=tuple(1.0 if reward is None else reward for reward in of.rewards),
+    )
+
+
+def require_balance(store: SqliteStore, folder: RunFolder, **expected: int) -> None:
+    """What the running store has counted is what is stored, and each token that was sampled is there once."""
+    store.flush()
+    with read(folder) as run:
+        told = {fate.value: tokens for fate, tokens in run.ledger().items()}
+        assert {fate.value: tokens for fate, tokens in store.ledger().items()} == told == expected
+        assert sum(told.values()) == run.query("SELECT sum(sampled) FROM rollouts")[0][0]
+        by_rollout = Counter()
+        for item in run.rollouts():
+            assert sum(item.fates.values()) == item.rollout.num_sampled
+            by_rollout.update({fate.value: tokens for fate, tokens in item.fates.items()})
+        assert by_rollout == Counter(expected)
+
+
+def take_up(store: SqliteStore, folder: RunFolder, *, goes_on: bool = True) -> Group | None:
+    """As a run does; the next attempt's admission is that of the last one, plus one."""
+    with read(folder) as run:
+        found = position_of(run)
+    kept = [g for g in map(can_go_on, found.stopped) if g is not None] if goes_on else []
+    store.lost(found.unfinished, "under way", stopped=found.stopped, recycled=kept)
+    assert store.recycled.oldest_versions() == {g.index: 1 for g in kept}
+    [admission] = found.unfinished
+    return store.recycled.take(replace(admission, attempt=admission.attempt + 1))
+
+
+@pytest.fixture
+def stopped(folder) -> Group:
+    of = stopped_group()
+    with SqliteStore.create(folder, config={}) as store:
+        store.admitted(of.admission)
+        store.discarded(of, Fate.ABORTED, "the run ended")
+        require_balance(store, folder, aborted=of.num_sampled)
+    return of
+
+
+def test_recycled_tokens_are_in_flight_and_then_in_the_attempt_that_goes_on_from_them(folder, stopped):
+    """I2."""
+    failed = stopped.rollouts[3].num_sampled
+    with SqliteStore.open(folder) as store:
+        kept = take_up(store, folder)
+        assert [rollout.sample for rollout in kept.rollouts] == [0, 1, 2]
+        assert [bits(r.segments) for r in kept.rollouts] == [bits(r.segments) for r in stopped.rollouts[:3]]
+        require_balance(store, folder, aborted=failed, in_flight=kept.num_sampled)
+        now = continued(stopped)
+        store.filled(now)
+        require_balance(store, folder, aborted=failed, in_flight=now.num_sampled)
+        assert now.num_sampled == kept.num_sampled + 3 + 4
+        store.consumed(batch(0, [now]), REPORT, trained([now]))
+        require_balance(store, folder, aborted=failed, trained=now.num_sampled)
+    with read(folder) as run:
+        assert_same_group(run.group(0), now)
+        assert [rollout.sample for rollout in run.group(0, 0).rollouts] == [3]
+        endings = run.query("SELECT attempt, ending FROM endings ORDER BY attempt")
+        assert [tuple(row) for row in endings] == [(0, "recycled"), (1, "consumed")]
+
+
+def test_what_was_recycled_is_found_again_when_the_process_dies_before_it_is_stored(folder, stopped):
+    for attempt in (1, 2):
+        with SqliteStore.open(folder) as store:  # closed without a word about the attempt
+            kept = take_up(store, folder)
+            assert kept.admission.attempt == 0
+            require_balance(store, folder, aborted=stopped.rollouts[3].num_sampled, in_flight=kept.num_sampled)
+            with read(folder) as run:
+                assert run.admission(0).attempt == attempt
+    with SqliteStore.open(folder) as store:
+        assert take_up(store, folder, goes_on=False) is None
+        require_balance(store, folder, aborted=stopped.num_sampled)
+    with read(folder) as run:
+        assert position_of(run).stopped == ()
+
+
+def test_an_attempt_that_is_stopped_again_holds_what_it_went_on_from(folder, stopped):
+    with SqliteStore.open(folder) as store:
+        take_up(store, folder)
+        store.discarded(replace(continued(stopped), failure="the run ended"), Fate.ABORTED, "the run ended")
+        require_balance(store, folder, aborted=stopped.num_sampled + 3 + 4)
+    with SqliteStore.open(folder) as store:
+        kept = take_up(store, folder)
+        assert (kept.admission.attempt, kept.num_sampled) == (1, continued(stopped).num_sampled)
+
+
+def test_an_attempt_that_holds_nothing_of_it_leaves_it_aborted(folder, stopped):
+    with SqliteStore.open(folder) as store:
+        take_up(store, folder)
+        nothing = Group(admission=replace(stopped.admission, attempt=1), failure="the environment raised")
+        store.retried(nothing)
+        require_balance(store, folder, aborted=stopped.num_sampled)
+        assert store.recycled.take(replace(stopped.admission, attempt=2)) is None
+
+
+@pytest.mark.parametrize("kind", [ROLLBACK, REMADE])
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_nothing_goes_on_from_tokens_of_weights_that_do_not_count_any_more(folder, stopped, kind, is_taken):
+    with SqliteStore.open(folder) as store:
+        if is_taken:
+            take_up(store, folder)
+        else:
+            store.lost([stopped.admission], "under way", stopped=[stopped], recycled=[can_go_on(stopped)])
+        later = Branch(lineage=1, parent=0, first=2, kind=kind, reason="later")
+        store.branched(later, [])
+        failed = stopped.rollouts[3].num_sampled
+        if kind == REMADE:  # versions below the first that differs count
+            require_balance(store, folder, aborted=failed, in_flight=stopped.num_sampled - failed)
+            store.branched(Branch(lineage=2, parent=1, first=1, kind=kind, reason="earlier"), [])
+        require_balance(store, folder, aborted=stopped.num_sampled)
+        assert store.recycled.take(replace(stopped.admission, attempt=1)) is None
+        now = continued(stopped)
+        store.retried(now, Fate.ABORTED, "cut off")
+        anew = 0 if is_taken else now.num_sampled - 3 - 4  # as if drawn again
+        require_balance(store, folder, aborted=now.num_sampled + failed + anew)
+
+
+def test_retention_leaves_what_was_recycled_until_the_next_attempt_is_stored(folder, stopped):
+    def may_go() -> set[tuple[int, int]]:
+        store.flush()
+        with contextlib.closing(sqlite3.connect(folder.store)) as connection:
+            return {(row.admission, row.attempt) for row in next_portion(connection, oldest=2, steps=0)}
+
+    with SqliteStore.open(folder) as store:
+        take_up(store, folder)
+        store.consumed(batch(0, [group(1)]), REPORT, trained([group(1)]))
+        assert may_go() == {(1, 0)}
+        now = continued(stopped)
+        store.consumed(batch(1, [now]), REPORT, trained([now]))
+        store.filled(group(2))
+        failed, used = stopped.rollouts[3].num_sampled, group(1).num_sampled + now.num_sampled
+        require_balance(store, folder, aborted=failed, trained=used, in_flight=group(2).num_sampled)
+        assert may_go() == {(1, 0), (0, 1), (0, 0)}
+
+
+def test_tokens_that_only_look_like_those_that_were_kept_do_not_take_their_place():
+    of = stopped_group()
+    before, now = of.rollouts[2], continued(of).rollouts[2]
+    assert goes_on(before, now) and goes_on(before, before) and not goes_on(now, before) and not goes_on(before, None)
+    part = now.segments[0]
+    for name in ("token_ids", "versions", "behavior_logprobs"):
+        other = np.array(getattr(part, name))
+        other[0] += 1
+        assert not goes_on(before, replace(now, segments=(replace(part, **{name: other}),)))
+
+
+def test_recycled_tokens_survive_export_and_import(folder, stopped, tmp_path):
+    with SqliteStore.open(folder) as store:
+        kept = take_up(store, folder)
+        expected = {Fate.ABORTED: stopped.rollouts[3].num_sampled, Fate.IN_FLIGHT: kept.num_sampled}
+    for form in ("parquet", "jsonl"):
+        export_run(folder.path, tmp_path / form, form)
+        import_run(tmp_path / form, tmp_path / f"again-{form}")
+        with RunReader(tmp_path / f"again-{form}") as run:
+            assert run.ledger() == expected
+            [group_again] = position_of(run).stopped
+            assert bits(can_go_on(group_again).rollouts[2].segments) == bits(stopped.rollouts[2].segments)
