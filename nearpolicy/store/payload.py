@@ -173,7 +173,10 @@ def _container(arrays: Sequence[LaidOut]) -> bytes:
         sizes = ",".join(map(str, shape))
         header.append(f'{_quoted(name)}:{{"dtype":"{kind}","shape":[{sizes}],"data_offsets":[{begin},{end}]}}')
         begin = end
-    text = f"{{{','.join(header)}}}".encode()
+    try:
+        text = f"{{{','.join(header)}}}".encode()
+    except UnicodeEncodeError as error:
+        raise TypeError(f"a name of an array is no text that UTF-8 can hold: {error}") from None
     text += b" " * (-len(text) % 8)
     return b"".join([len(text).to_bytes(8, "little"), text, *[data for *_, data in arrays]])
 
