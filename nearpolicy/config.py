@@ -392,11 +392,10 @@ def _retention_contradictions(config: RunConfig) -> Iterator[str]:
             "store.retention: drop removes what a monitor with action: rollback may have to learn again; use "
             "store.retention: parquet, or another action"
         )
-    replay = config.queue.replay
-    if store.retention == "drop" and replay is not None and replay.max_age > steps:
+    if store.retention == "drop" and config.queue.replay is not None:
         yield (
-            f"queue.replay.max_age={replay.max_age} asks for groups that store.retention: drop has removed after "
-            f"store.retention_steps={steps}; raise that, lower max_age, or use store.retention: parquet"
+            "store.retention: drop removes what queue.replay may draw, and a resume has to learn again; use "
+            "store.retention: parquet"
         )
 
 

@@ -278,7 +278,7 @@ def test_run_is_named_after_the_recipe_unless_it_has_a_name(load):
                 "queue.replay.share=0.5",
                 "queue.replay.min_reward=1",
             ],
-            ["queue.replay.max_age=50", "store.retention_steps=3"],
+            ["store.retention: drop", "queue.replay", "parquet"],
         ),
         (
             ["store.retention=parquet", "store.retention_steps=3"],

@@ -56,6 +56,7 @@ class Recovery:
             lines, counting = run.metrics(), {record.version: record for record in run.versions()}
         if any(line["step"] >= steps and "policy/loss" in line for line in lines):
             self.telemetry.undo(steps)  # told of, and lost: they happen again
+        self._set_aside_weights(steps)  # a kill may have come before a rollback did
         await self._settle_warm_start()
         started = await self._load_checkpoint(steps, counting)
         if started is None and not self._warm_first:

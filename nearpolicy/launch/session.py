@@ -42,6 +42,7 @@ from nearpolicy.store.reader import RunReader
 from nearpolicy.store.recycled import can_go_on
 from nearpolicy.store.retention import Retention
 from nearpolicy.store.writer import SqliteStore
+from nearpolicy.telemetry.config import MonitorConfig
 from nearpolicy.telemetry.events import Recorder
 from nearpolicy.telemetry.health import HEALTH
 from nearpolicy.telemetry.integrity import Alarm, Monitors
@@ -181,6 +182,7 @@ class Session:
         closing.push(_unless_failed(self.store.close))
         with RunReader(self.folder.path) as run:
             self.position = position_of(run)
+            before = [MonitorConfig(**monitor) for monitor in run.config.get("monitors", [])]
         require_same_data(self.position, self.language.mixture, self.folder)
         self.store.lost(
             self.position.unfinished,
@@ -191,6 +193,9 @@ class Session:
         self.store.note("config", plain)
         self.say(f"run folder: {place(self.folder.path)}, taken up after {count(self.position.steps, 'step')}")
         self._open_telemetry(closing, plain)
+        new = [monitor for monitor in self.config.monitors if monitor not in before]
+        self.monitors.begin(new, self.position.steps)
+        self.watch.step = self.position.steps
 
     def _gone_on_from(self, found: Position) -> list[Group]:
         """What is stored of unfinished groups, as far as it is not sampled anew. That is what exact numerics do, which
@@ -292,7 +297,8 @@ class Session:
             self.position, self._taken_up_at = await self.recovery.take_up(self.position)
             last = self._remember(self.position.steps)
             (self.folder.path / PAUSED).unlink(missing_ok=True)  # who takes the run up wants it to go on
-            self._acting = [alarm for alarm in last if alarm.action == "rollback"]  # a kill came before it
+            if self.position.steps < self.config.run.steps:  # the last evaluation asks for nothing
+                self._acting = [alarm for alarm in last if alarm.action == "rollback"]  # a kill came before it
         self.memory = build.memory_by_owner(self.engine.engine, self.learner.inner)
         self.begun = True
         setup_s = time.monotonic() - self._started
@@ -526,7 +532,7 @@ class Session:
         metrics = score_metrics(held_out_scores(samples), self.config.evaluation.pass_k)
         line = {**metrics, **self._trends.of(metrics)}
         self.telemetry.log_step(version, line)
-        self._raise_alarms(version, line)
+        self._raise_alarms(version, line, acts=not with_pass)
         self.telemetry.event("evaluate", "evaluate", version=version, seconds=seconds, questions=len(samples))
         found = [f"{name.removeprefix('evaluation/')} {value:.3f}" for name, value in metrics.items()]
         if version == 0:
@@ -632,13 +638,16 @@ class Session:
         if self.on_step is not None:
             self.on_step(step, metrics)
 
-    def _raise_alarms(self, step: int, metrics: Mapping[str, float]) -> None:
-        """``metrics`` of a step, or of an evaluation."""
+    def _raise_alarms(self, step: int, metrics: Mapping[str, float], *, acts: bool = True) -> None:
+        """``metrics`` of a step, or of an evaluation; before the first step and after the last one there is nothing to
+        be done about it."""
         for alarm in self.monitors.observe(step, metrics):
             seen = {"metric": alarm.metric, "value": alarm.value, "severity": alarm.severity, "action": alarm.action}
             self.telemetry.event("monitor", "alarm", **seen, text=alarm.text)
             if alarm.action != "log":
-                self.say(f"{alarm.severity}: {alarm.text}" + _WHAT_FOLLOWS.get(alarm.action, ""))
+                self.say(f"{alarm.severity}: {alarm.text}" + (_WHAT_FOLLOWS.get(alarm.action, "") if acts else ""))
+            if not acts:
+                continue
             if alarm.action == "stop":
                 self.stop()
             elif alarm.action in ("rollback", "pause"):

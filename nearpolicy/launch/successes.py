@@ -12,9 +12,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from nearpolicy.config import RunConfig
+from nearpolicy.errors import RunFolderError
 from nearpolicy.launch.rows import replayed
 from nearpolicy.records import Group, Row
 from nearpolicy.store.folder import RunFolder
+from nearpolicy.store.payload import PayloadError
 from nearpolicy.store.reader import RunReader
 from nearpolicy.store.writer import SqliteStore
 
@@ -39,7 +41,10 @@ class Successes:
             return (), ()
         numbers = np.random.Generator(np.random.Philox(key=[self._config.run.seed, _PURPOSE + step]))
         chosen = numbers.choice(len(there), size=min(self._wanted, len(there)), replace=False)
-        groups = [self._run.group(*there[place]) for place in sorted(chosen)]
+        try:
+            groups = [self._run.group(*there[place]) for place in sorted(chosen)]
+        except PayloadError as error:
+            raise RunFolderError(f"a group that queue.replay has drawn is damaged: {error}") from error
         rows = replayed(self._config, groups)
         with_rows = {row.group for row in rows}
         return [group for group in groups if group.index in with_rows], rows

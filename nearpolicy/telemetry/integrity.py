@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nearpolicy.records import Batch
@@ -77,6 +77,8 @@ class Monitors:
         self._first: dict[tuple[int, str], int] = {}
         """The first of those steps."""
         self._raised: set[tuple[int, str]] = set()
+        self._since: dict[int, int] = {}
+        """By monitor: the first step that it looks at, if that is not the first one."""
         self._past: deque[float] = deque(maxlen=PAST)
         self.alarms: list[Alarm] = []
 
@@ -91,6 +93,10 @@ class Monitors:
             return {}
         spread = max(statistics.pstdev(past), _LEAST_SPREAD)
         return {"integrity/reward_jump": (reward - statistics.fmean(past)) / spread}
+
+    def begin(self, monitors: Container[MonitorConfig], step: int) -> None:
+        """These look at lines from this step on."""
+        self._since |= {place: step for place, (monitor, _) in enumerate(self._monitors) if monitor in monitors}
 
     def recall(self, lines: Iterable[tuple[int, Mapping[str, float]]]) -> list[Alarm]:
         """Stand as after these lines, by step, which were looked at before, and after no others; the alarms that they
@@ -108,6 +114,8 @@ class Monitors:
         """Alarms that begin with this step."""
         begun = []
         for place, (monitor, names) in enumerate(self._monitors):
+            if step < self._since.get(place, 0):
+                continue
             for metric in sorted(name for name in metrics if names.fullmatch(name)):
                 alarm = self._look(place, monitor, step, metric, metrics[metric])
                 begun += [alarm] if alarm else []

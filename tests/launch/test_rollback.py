@@ -246,7 +246,9 @@ def test_an_evaluation_goes_back_to_weights_before_those_that_it_found_bad():
     """With two bad evaluations in a row, of the versions 2 and 3, back to version 1."""
     alarm = "monitors=[{metric: evaluation/sums/accuracy, above: -1, steps: 2, action: rollback, most: 1}]"
     said = train("queue.max_staleness=0", "evaluation.every=1", "tasks.0.held_out=4", "evaluation.pass_k=[]", alarm)
-    assert any("rolled back to step 0" in line for line in said), said  # versions 0 and 1: nothing is before them
+    assert any("rolled back to step 0" in line for line in said), (
+        said
+    )  # of versions 0 and 1 the first is the first bad one
     require_whole("run", len(versions("run")) - 1, bound=0)
 
 
@@ -298,6 +300,27 @@ def test_a_stop_during_a_rollback_ends_the_run_there(spike, monkeypatch):
     require_whole("run", 0, bound=1)
     go_on()
     require_whole("run", 6, bound=1)
+
+
+def test_a_monitor_that_is_new_when_a_run_is_taken_up_begins_then():
+    train("queue.max_staleness=0", on_step=lambda session, step: session.stop() if step == 2 else None)
+    said = go_on("monitors=[{metric: completion/length_mean, above: 0, action: rollback, most: 1}]")
+    assert any("the run goes back" in line for line in said) and any("rolled back to step 3" in line for line in said)
+    with RunReader(Path("run")) as run:
+        assert len(list(run.events("alarm"))) == 2  # the second one ends the run
+
+
+def test_the_last_evaluation_asks_for_nothing_also_after_a_kill(monkeypatch):
+    alarm = "monitors=[{metric: evaluation/sums/accuracy, below: 2, action: rollback}]"
+    settings = ("queue.max_staleness=0", "evaluation.every=0", "tasks.0.held_out=4", "evaluation.pass_k=[]", alarm)
+    said = train(*settings, folder="whole")
+    assert not any("goes back" in line for line in said)
+    with monkeypatch.context() as patched:
+        patched.setattr(Session, "_sum_up", lambda *_: (_ for _ in ()).throw(RuntimeError("killed")))
+        with pytest.raises(RuntimeError, match="killed"):
+            train(*settings)
+    go_on()
+    assert versions("run") == versions("whole")
 
 
 def test_a_pause_whose_process_died_does_not_stay():
