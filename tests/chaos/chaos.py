@@ -74,7 +74,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     ),
     "goes back, filtered": (
         "queue.max_staleness=1", "queue.dynamic_sampling=true", "verifier.in_process=true", "sync.weight_sync_steps=2",
-        "monitors=[{metric: policy/grad_norm, above: 3.6, action: rollback, most: 99}]",
+        "monitors=[{metric: policy/grad_norm, above: 4.7, action: rollback, most: 99}]",
     ),
     "successes": (
         "queue.max_staleness=0", "verifier.in_process=true", "queue.replay.share=0.5", "queue.replay.min_reward=3",
