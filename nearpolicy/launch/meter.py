@@ -19,7 +19,7 @@ from nearpolicy.launch.diagnosis import Bound, Diagnosis, diagnose, wrong_stops
 from nearpolicy.launch.probe import TOKENS_EACH, Probe
 from nearpolicy.records import Row, StepReport
 
-SHARE, AT_LEAST_S = 0.02, 1.0
+SHARE, AT_LEAST_S = 0.02, 5.0
 """Of the run's time, what the learner may spend on probes: while they have taken more there is none. One that is begun
 may take what is left of it, or so many seconds."""
 
