@@ -37,7 +37,9 @@ def test_five_hundred_disturbances():
 
 def whole(folder: Path, steps: int, setting: str) -> None:
     chaos.prepare(folder)
-    recipe = load_recipe(folder / "demo.yaml", [*chaos.SETTINGS[setting], f"run.steps={steps}", "checkpoint.every=0"])
+    # A policy that collapses to one answer leaves dynamic sampling nothing to train on, and ends the run.
+    settings = (*chaos.SETTINGS[setting], f"run.steps={steps}", "checkpoint.every=0", "learner.learning_rate=1e-4")
+    recipe = load_recipe(folder / "demo.yaml", settings)
     run_session(Session(config=recipe, say=lambda text: None))
     bound = recipe.queue.max_staleness
     chaos.require_whole(folder, bound=bound, steps=steps)
