@@ -57,13 +57,13 @@ from nearpolicy.store.payload import (
 from nearpolicy.store.schema import (
     APPLICATION_ID,
     BRANCHES_BEFORE,
-    IN_FLIGHT,
     RECYCLED,
     SCHEMA_VERSION,
     SEGMENTS,
     TRAINED,
     EvaluatedSample,
 )
+from nearpolicy.store.tokens import TokenCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,11 +180,7 @@ class RunReader:
     def ledger(self) -> dict[Fate, int]:
         """Sampled tokens by fate; the values, but for those replayed, add up to all that was stored. Fates without
         tokens are left out."""
-        counts = {Fate(fate): n for fate, n in self._db.execute("SELECT fate, sum(tokens) FROM fates GROUP BY fate")}
-        waiting = self._db.execute(f"SELECT sum(tokens) FROM ({IN_FLIGHT})").fetchone()[0]
-        again = self._db.execute("SELECT sum(tokens) FROM replayed").fetchone()[0] if self._has("replayed") else 0
-        apart = {Fate.IN_FLIGHT: waiting, Fate.REPLAYED: again}
-        return counts | {fate: tokens for fate, tokens in apart.items() if tokens}
+        return TokenCounts.of(self._db).told()
 
     @contextlib.contextmanager
     def snapshot(self) -> Iterator[None]:

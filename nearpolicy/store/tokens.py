@@ -5,11 +5,13 @@ What the store's calls say is counted when they are made; the database holds the
 
 from __future__ import annotations
 
+import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from nearpolicy.records import Fate, Group, Row
 from nearpolicy.store.recycled import Resolved
+from nearpolicy.store.schema import IN_FLIGHT
 
 Key = tuple[int, int]
 """Admission, attempt."""
@@ -22,6 +24,15 @@ class TokenCounts:
         """``counts``: of groups that have ended. ``waiting``: tokens of stored groups that have not, or that were
         recycled. ``replayed``: by step."""
         self._counts, self._waiting, self._replayed = Counter(counts), dict(waiting), dict(replayed)
+
+    @classmethod
+    def of(cls, database: sqlite3.Connection) -> TokenCounts:
+        """What a store holds, of any schema."""
+        counts = {Fate(fate): n for fate, n in database.execute("SELECT fate, sum(tokens) FROM fates GROUP BY fate")}
+        waiting = {(index, attempt): tokens for index, attempt, tokens in database.execute(IN_FLIGHT)}
+        has_replayed = database.execute("SELECT 1 FROM sqlite_master WHERE name = 'replayed'").fetchone()
+        by_step = "SELECT step, sum(tokens) FROM replayed GROUP BY step"
+        return cls(counts, waiting, dict(database.execute(by_step).fetchall()) if has_replayed else {})
 
     def filled(self, group: Group) -> None:
         self._waiting[_key(group)] = group.num_sampled
@@ -64,7 +75,7 @@ class TokenCounts:
         self._replayed = {step: tokens for step, tokens in self._replayed.items() if step < first}
 
     def told(self) -> dict[Fate, int]:
-        """As `RunReader.ledger`."""
+        """Tokens by fate; fates without any are left out."""
         apart = {Fate.IN_FLIGHT: sum(self._waiting.values()), Fate.REPLAYED: sum(self._replayed.values())}
         found = {**self._counts, **apart}
         return {fate: tokens for fate, tokens in found.items() if tokens}

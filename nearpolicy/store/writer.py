@@ -65,7 +65,6 @@ from nearpolicy.store.retention import Moved, Mover, Retention, clear_unknown_fi
 from nearpolicy.store.schema import (
     APPLICATION_ID,
     CONSUMED,
-    IN_FLIGHT,
     MIGRATIONS,
     RECYCLED,
     SCHEMA,
@@ -190,7 +189,7 @@ class SqliteStore:
             connection = _connect(folder.store, sync)
             _bring_up_to_date(connection)
             clear_unknown_files(folder, connection)
-            tokens = _tokens_so_far(connection)
+            tokens = TokenCounts.of(connection)
         except sqlite3.Error as error:
             lock.close()
             raise RunFolderError(f"the store {folder.store} cannot be written: {error}") from error
@@ -525,7 +524,7 @@ class SqliteStore:
                     raise
                 if not patient:
                     return False
-                time.sleep(0.01)
+                time.sleep(0.01)  # SQLite's own wait is for a connection, and a caller must not wait with this one
 
     def _keep(self, calls: Sequence[Callable[[], None]]) -> None:
         """Of a commit that failed, the calls before the one at fault. A full disk may have no room for these either."""
@@ -817,17 +816,6 @@ def _verdict_row(key: tuple[int, int, int], position: int, told: tuple[str, Verd
 
 _NO_PARTS = encode_json({})
 _OUTCOMES = {outcome: outcome.value for outcome in Outcome}
-
-
-def _tokens_so_far(connection: sqlite3.Connection) -> TokenCounts:
-    counts = connection.execute("SELECT fate, sum(tokens) FROM fates GROUP BY fate")
-    waiting = connection.execute(IN_FLIGHT)
-    replayed = connection.execute("SELECT step, sum(tokens) FROM replayed GROUP BY step")
-    return TokenCounts(
-        {Fate(fate): tokens for fate, tokens in counts},
-        {(admission, attempt): tokens for admission, attempt, tokens in waiting},
-        dict(replayed.fetchall()),
-    )
 
 
 def _identity(file: str) -> tuple[int, int] | None:
