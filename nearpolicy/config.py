@@ -258,6 +258,11 @@ def _objective_contradictions(config: RunConfig) -> Iterator[str]:
         )
     if config.queue.replay is not None:
         yield from _replay_contradictions(objective)
+        if config.sampling.num_generations == 1:
+            yield (
+                "queue.replay draws groups whose completions have different rewards, and sampling.num_generations=1 "
+                "makes none; sample more, or leave queue.replay out"
+            )
     if config.queue.soft_staleness is not None and objective.needs_annotations:
         yield (
             "queue.soft_staleness multiplies advantages before the learner sees them, and those of "

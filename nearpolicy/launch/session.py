@@ -660,11 +660,7 @@ class Session:
             lines = run.metrics()
             ledger = dict(run.ledger().items())
             diagnoses = [{"step": event.version - 1, **event.numbers} for event in run.events("diagnosis")]
-            lost = run.query("SELECT count(*) FROM endings WHERE ending = ?", Fate.LOST.value)[0][0]
-            undone = run.query(
-                "SELECT coalesce(sum(tokens), 0) FROM undone JOIN fates USING (admission, attempt) WHERE fate = ?",
-                Fate.TRAINED.value,
-            )[0][0]
+            lost, undone = run.num_lost(), run.num_undone_tokens()
             alarms = [event.numbers.get("text", event.numbers["metric"]) for event in run.events("alarm")]
         config = self.config
         summary = {

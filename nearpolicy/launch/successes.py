@@ -36,7 +36,7 @@ class Successes:
 
     def __call__(self, step: int) -> tuple[Sequence[Group], tuple[Row, ...]]:
         self._store.flush()  # what the steps before have used up
-        there = self._candidates(step)
+        there = self._run.successful_groups(step - self._settings.max_age, self._settings.min_reward)
         if not there:
             return (), ()
         numbers = np.random.Generator(np.random.Philox(key=[self._config.run.seed, _PURPOSE + step]))
@@ -48,19 +48,6 @@ class Successes:
         rows = replayed(self._config, groups)
         with_rows = {row.group for row in rows}
         return [group for group in groups if group.index in with_rows], rows
-
-    def _candidates(self, step: int) -> list[tuple[int, int]]:
-        """(admission, attempt) in the order in which steps used them up. No step before ``step - max_age`` could have
-        used a group of weights that are young enough."""
-        oldest = step - self._settings.max_age
-        rows = self._run.query(
-            "SELECT consumption.admission, consumption.attempt FROM consumption "
-            "JOIN groups USING (admission, attempt) JOIN rollouts USING (admission, attempt) "
-            "WHERE step >= ?1 AND place IS NOT NULL AND oldest >= ?1 AND sample >= 0 "
-            "GROUP BY ordinal HAVING max(reward) >= ?2 AND min(reward) < max(reward) ORDER BY ordinal",
-            *(oldest, self._settings.min_reward),
-        )
-        return [(index, attempt) for index, attempt in rows]
 
     def close(self) -> None:
         self._run.close()

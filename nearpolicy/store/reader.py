@@ -390,6 +390,28 @@ class RunReader:
             rows[sample][place] = Row(group=index, sample=sample, segment=segments[sample][place], **arrays)
         return rows
 
+    def successful_groups(self, oldest: int, min_reward: float) -> list[tuple[int, int]]:
+        """(admission, attempt), in the order in which steps used them up: groups without a token of older weights, with
+        a rollout of this reward or more, and not of one reward all. No step before ``oldest`` could have used them."""
+        rows = self._db.execute(
+            "SELECT consumption.admission, consumption.attempt FROM consumption "
+            "JOIN groups USING (admission, attempt) JOIN rollouts USING (admission, attempt) "
+            "WHERE step >= ?1 AND place IS NOT NULL AND oldest >= ?1 AND sample >= 0 "
+            "GROUP BY ordinal HAVING max(reward) >= ?2 AND min(reward) < max(reward) ORDER BY ordinal",
+            (oldest, min_reward),
+        )
+        return [(index, attempt) for index, attempt in rows]
+
+    def num_lost(self) -> int:
+        """Attempts that were under way when a process ended."""
+        query = "SELECT count(*) FROM endings WHERE ending = ?"
+        return self._db.execute(query, (Fate.LOST.value,)).fetchone()[0]
+
+    def num_undone_tokens(self) -> int:
+        """Trained tokens of steps that were rolled back."""
+        query = "SELECT coalesce(sum(tokens), 0) FROM undone JOIN fates USING (admission, attempt) WHERE fate = ?"
+        return self._db.execute(query, (Fate.TRAINED.value,)).fetchone()[0]
+
     # Steps.
 
     def steps(self) -> list[StepRecord]:

@@ -116,6 +116,7 @@ def test_only_successes_with_spread_are_replayed():
     [
         (("objective.correction=none",), "objective.correction=none"),
         (("objective.scale_rewards=batch",), "objective.scale_rewards=batch"),
+        (("objective.advantage=remax", "sampling.num_generations=1"), "sampling.num_generations=1"),
         (("objective.advantage=gae",), "objective.advantage=gae"),
         (("objective.advantage=reinforce_baseline",), "objective.advantage=reinforce_baseline"),
         (("objective.kl_coef=0.1", "objective.kl_in=reward", "objective.reference=initial"), "objective.kl_in=reward"),
