@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import errno
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from nearpolicy.config import RunConfig, dump_resolved
 from nearpolicy.errors import NearpolicyError, RunFolderError, UserError, first_error
+from nearpolicy.launch.alarms import Alarms
 from nearpolicy.launch.pause import PAUSED, pause
 from nearpolicy.launch.progress import progress
 from nearpolicy.launch.recovery import Recovery
@@ -36,7 +37,6 @@ from nearpolicy.machine import helpers_peak_memory_mb, peak_memory_mb
 from nearpolicy.pipeline import Next
 from nearpolicy.records import Fate, Group, Position, StepReport
 from nearpolicy.store.folder import RunFolder, create_run_folder, remove_run
-from nearpolicy.store.metric_lines import is_of_evaluation
 from nearpolicy.store.position import position_of
 from nearpolicy.store.reader import RunReader
 from nearpolicy.store.recycled import can_go_on
@@ -44,13 +44,11 @@ from nearpolicy.store.retention import Retention
 from nearpolicy.store.writer import SqliteStore
 from nearpolicy.telemetry.config import MonitorConfig
 from nearpolicy.telemetry.events import Recorder
-from nearpolicy.telemetry.health import HEALTH
-from nearpolicy.telemetry.integrity import Alarm, Monitors
+from nearpolicy.telemetry.integrity import Alarm
 from nearpolicy.telemetry.ledger import ledger_metrics
-from nearpolicy.telemetry.metrics import MetricsWriter, as_logged
+from nearpolicy.telemetry.metrics import MetricsWriter
 from nearpolicy.telemetry.sinks import open_sinks, require_sinks
 from nearpolicy.telemetry.trace import Trace
-from nearpolicy.telemetry.trends import Trends
 from nearpolicy.verifier.combining import weighted_reward
 from nearpolicy.verifier.sandbox.ladder import UNISOLATED, Opened
 from nearpolicy.verifier.service import VerifierService
@@ -67,12 +65,6 @@ _STOPS = (UserError, SystemExit, KeyboardInterrupt, asyncio.CancelledError)
 
 
 NOTHING_KEPT = "stopped before the first step; nothing is kept"
-_WHAT_FOLLOWS = {
-    "stop": "; the run ends",
-    "lower_staleness": "; fewer groups are admitted at a time until it is over",
-    "rollback": "; the run goes back",
-    "pause": "; the run pauses",
-}
 NOTHING_CHANGED = "stopped before the run went on; it stands where it stood"
 
 
@@ -194,7 +186,7 @@ class Session:
         self.say(f"run folder: {place(self.folder.path)}, taken up after {count(self.position.steps, 'step')}")
         self._open_telemetry(closing, plain)
         new = [monitor for monitor in self.config.monitors if monitor not in before]
-        self.monitors.begin(new, self.position.steps)
+        self.alarms.begin(new, self.position.steps)
         self.watch.step = self.position.steps
 
     def _gone_on_from(self, found: Position) -> list[Group]:
@@ -212,10 +204,7 @@ class Session:
         self.folder.config.write_text(dump_resolved(config), encoding="utf-8")
         sinks = open_sinks(config.telemetry.sinks, self.folder.path, plain)
         closing.callback(sinks.close)
-        self.monitors = Monitors([*config.monitors, *(HEALTH if config.telemetry.health else ())])
-        self._trends = self._no_trends()
-        self._acting: list[Alarm] = []
-        """Alarms of the step that is being ended, whose actions are to be taken."""
+        self.alarms = Alarms(config, tell=lambda **seen: self.telemetry.event("monitor", "alarm", **seen), say=self.say)
         self.telemetry = Recorder(
             self.store,
             wall_anchor=self.store.wall_anchor,
@@ -288,6 +277,7 @@ class Session:
         """
         from nearpolicy.launch import build
 
+        due: list[Alarm] = []
         if self.position is None:
             await self._warm_start()
             if self.stop_requested:
@@ -298,7 +288,7 @@ class Session:
             last = self._remember(self.position.steps)
             (self.folder.path / PAUSED).unlink(missing_ok=True)  # who takes the run up wants it to go on
             if self.position.steps < self.config.run.steps:  # the last evaluation asks for nothing
-                self._acting = [alarm for alarm in last if alarm.action == "rollback"]  # a kill came before it
+                due = [alarm for alarm in last if alarm.action == "rollback"]  # a kill came before it
         self.memory = build.memory_by_owner(self.engine.engine, self.learner.inner)
         self.begun = True
         setup_s = time.monotonic() - self._started
@@ -309,7 +299,7 @@ class Session:
         if not self.stop_requested:
             try:
                 pipeline = self._pipeline()
-                first_step, ends = await self._act(pipeline.first_step)
+                first_step, ends = await self._act(pipeline.first_step, [*due, *self.alarms.due()])
                 if not ends:
                     await replace(pipeline, first_step=first_step).run()
             except BaseExceptionGroup as errors:
@@ -437,7 +427,7 @@ class Session:
     async def _after_step(self, report: StepReport) -> Next:
         """Runs while the learner is idle and no version changes; generation goes on."""
         config, step = self.config, report.version
-        follows = await self._act(step)
+        follows = await self._act(step, self.alarms.due())
         if follows.step != step:
             return follows
         ended = self.stop_requested or step == config.run.steps
@@ -449,28 +439,21 @@ class Session:
                 await self._evaluate(step, with_pass=False)
         if config.checkpoint.every and step % config.checkpoint.every == 0 and not ended:
             await self._save()
-        return await self._act(step)  # what an evaluation has raised
+        return await self._act(step, self.alarms.due())  # what an evaluation has raised
 
     def _remember(self, steps: int) -> list[Alarm]:
-        """What monitors had seen after so many steps; the alarms of the last one, and of the weights now."""
         with RunReader(self.folder.path) as run:
-            lines = [(line["step"], as_logged(line)) for line in run.metrics() if line["step"] <= steps]
-        self._trends = self._no_trends()
-        self._trends.restore(metrics for _, metrics in lines)
-        begun = self.monitors.recall(lines)
-        return [alarm for alarm in begun if alarm.step == (steps if is_of_evaluation(alarm.metric) else steps - 1)]
+            return self.alarms.recall(run, steps)
 
-    def _no_trends(self) -> Trends:
-        return Trends({task.name: [reward.source for reward in task.rewards] for task in self.config.tasks})
-
-    async def _act(self, step: int) -> Next:
-        """What the alarms of a step ask for."""
-        acting, self._acting = self._acting, []
-        backwards = [alarm for alarm in acting if alarm.action == "rollback" and self.learner.inner.version]
+    async def _act(self, step: int, due: Sequence[Alarm]) -> Next:
+        """What alarms ask for."""
+        if any(alarm.action == "stop" for alarm in due):
+            self.stop()
+        backwards = [alarm for alarm in due if alarm.action == "rollback" and self.learner.inner.version]
         for alarm in sorted(backwards, key=lambda alarm: alarm.good - alarm.monitor.back)[:1]:
             if not self.stop_requested:  # the earliest; what else there was is undone with it
                 step = await self._roll_back(alarm)
-        for alarm in acting:
+        for alarm in due:
             if alarm.action == "pause" and not backwards and not self.stop_requested:
                 await self._pause(alarm)
         return Next(step, ends=self.stop_requested)
@@ -530,9 +513,9 @@ class Session:
             lineage = run.lineages.of(version)
         self.store.evaluated([replace(sample, lineage=lineage) for sample in samples])
         metrics = score_metrics(held_out_scores(samples), self.config.evaluation.pass_k)
-        line = {**metrics, **self._trends.of(metrics)}
+        line = {**metrics, **self.alarms.further(metrics)}
         self.telemetry.log_step(version, line)
-        self._raise_alarms(version, line, acts=not with_pass)
+        self.alarms.observe(version, line, acts=not with_pass)
         self.telemetry.event("evaluate", "evaluate", version=version, seconds=seconds, questions=len(samples))
         found = [f"{name.removeprefix('evaluation/')} {value:.3f}" for name, value in metrics.items()]
         if version == 0:
@@ -623,7 +606,7 @@ class Session:
         busy["verifier"] = times["time/verify_s"] / self.config.verifier.workers
         if (kept_in := self.verifier.isolation) is not None:
             metrics["verifier/unisolated"] = float(kept_in.isolation == UNISOLATED)
-        metrics |= self.verifier.flip_rates() | self.monitors.jump(metrics) | self._trends.of(metrics)
+        metrics |= self.verifier.flip_rates() | self.alarms.further(metrics)
         if self.queue.may_admit_fewer:
             metrics["queue/slots"] = float(self.queue.slots)
         metrics |= ledger_metrics(self.store.ledger())
@@ -632,26 +615,11 @@ class Session:
         metrics |= {f"utilisation/{role}": seconds / metrics["time/step_s"] for role, seconds in busy.items()}
         self.telemetry.log_step(step, metrics)
         self.watch.step = step + 1
-        self._raise_alarms(step, metrics)
+        self.alarms.observe(step, metrics)
         if any(monitor.action == "lower_staleness" for monitor in self.config.monitors):
-            (self.queue.admit_fewer if self.monitors.lowers_staleness else self.queue.admit_more)()
+            (self.queue.admit_fewer if self.alarms.lowers_staleness else self.queue.admit_more)()
         if self.on_step is not None:
             self.on_step(step, metrics)
-
-    def _raise_alarms(self, step: int, metrics: Mapping[str, float], *, acts: bool = True) -> None:
-        """``metrics`` of a step, or of an evaluation; before the first step and after the last one there is nothing to
-        be done about it."""
-        for alarm in self.monitors.observe(step, metrics):
-            seen = {"metric": alarm.metric, "value": alarm.value, "severity": alarm.severity, "action": alarm.action}
-            self.telemetry.event("monitor", "alarm", **seen, text=alarm.text)
-            if alarm.action != "log":
-                self.say(f"{alarm.severity}: {alarm.text}" + (_WHAT_FOLLOWS.get(alarm.action, "") if acts else ""))
-            if not acts:
-                continue
-            if alarm.action == "stop":
-                self.stop()
-            elif alarm.action in ("rollback", "pause"):
-                self._acting.append(alarm)
 
     def _sum_up(self, before: Any, after: Any, steps: int, times: Mapping[str, float]) -> dict[str, Any]:
         self.telemetry.flush()
