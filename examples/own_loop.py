@@ -29,6 +29,7 @@ async def main() -> list[float]:
     from nearpolicy.environments.single_turn import SingleTurn
     from nearpolicy.launch import build, warm_start
     from nearpolicy.learner.report import TokenStats
+    from nearpolicy.learner.step import PolicyLearner
     from nearpolicy.learner.tokens import NOTHING_KNOWN
     from nearpolicy.objectives.assign import assign_advantages
     from nearpolicy.objectives.objective import Supervised
@@ -50,7 +51,7 @@ async def main() -> list[float]:
         n=config.sampling.num_generations,
     )
     for rows in warm_start.supervised_batches(language.mixture, config.tasks, config.warm_start, language.renderer):
-        await learner.call(verbs.supervised_step, rows, Supervised(), config.warm_start.learning_rate)
+        await learner.call(PolicyLearner.supervised_step, rows, Supervised(), config.warm_start.learning_rate)
     await publisher.publish()
 
     for step in range(STEPS):
@@ -61,8 +62,10 @@ async def main() -> list[float]:
         groups = await asyncio.gather(*map(environment.run, admissions))  # sample and verify
         useful = [group for group in groups if group.has_signal][:8]
         rows = assign_advantages(useful, config.objective)
-        await learner.call(verbs.forward_backward, range(len(rows)), verbs.objective, rows, NOTHING_KNOWN, TokenStats())
-        norm = await learner.call(verbs.optim_step, LEARNING_RATE)
+        await learner.call(
+            PolicyLearner.forward_backward, range(len(rows)), verbs.objective, rows, NOTHING_KNOWN, TokenStats()
+        )
+        norm = await learner.call(PolicyLearner.optim_step, LEARNING_RATE)
         verbs.version += 1
         await publisher.publish()  # the engine shows that it holds these weights
         rewards.append(sum(r for g in groups for r in g.rewards if r is not None) / (16 * len(groups[0].rewards)))

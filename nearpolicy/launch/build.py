@@ -21,9 +21,10 @@ from nearpolicy.evaluate.evaluator import Evaluator, HeldOut
 from nearpolicy.generator.engine import Engine, EngineLimits
 from nearpolicy.generator.runner import EngineRunner
 from nearpolicy.launch.check import load_data
-from nearpolicy.launch.diagnosis import bound_of
+from nearpolicy.launch.diagnosis import Bound, Examines
 from nearpolicy.launch.inline import LearnerInThread, RoleThread
 from nearpolicy.launch.meter import Meter
+from nearpolicy.launch.places import LearnerPlace
 from nearpolicy.launch.probe import Probe, Scoring
 from nearpolicy.launch.sizes import longest_sequence, role_threads
 from nearpolicy.learner.step import PolicyLearner
@@ -318,22 +319,23 @@ def make_evaluator(config: RunConfig, language: Language, generator: Generator, 
 def make_meter(
     config: RunConfig,
     language: Language,
-    model: FitModel,
-    engine: EngineParts,
-    learner: LearnerInThread,
+    generator: Generator,
+    engine: Examines,
+    learner: LearnerPlace,
+    bound: Bound,
     tell: OnEvent,
     say: Callable[[str], None],
 ) -> Meter:
-    """Compares engine and learner after publications."""
+    """Compares engine and learner after publications. ``engine``: the one that ``generator`` asks, or one of them."""
     return Meter(
         probe=Probe(
-            generator=engine.runner,
-            scoring_of=lambda: Scoring.of(learner),
+            generator=generator,
+            scoring=Scoring(learner),
             sampling=language.sampling,
             seed=config.run.seed,
         ),
-        engine=engine.runner,
-        bound=bound_of(model.mode, model.policy, narrow=config.generator.weights != "same"),
+        engine=engine,
+        bound=bound,
         ends=language.renderer.stop_token_ids,
         tokens=config.telemetry.probe,
         diagnoses=config.telemetry.health and (config.same_support or not config.sampling.leaves_out),

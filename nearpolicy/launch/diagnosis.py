@@ -15,7 +15,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -23,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nearpolicy.generator.engine import Engine
-from nearpolicy.generator.runner import EngineRunner
-from nearpolicy.launch.probe import Probe, Probed, Scoring, flat, mean_gap
+from nearpolicy.launch.probe import Holder, Probe, Probed, flat, logprobs_of, mean_gap
+from nearpolicy.learner.passes import Passes
 from nearpolicy.models.fitness import TOLERANCE as ROUNDING
 from nearpolicy.models.lora import LoraLinear, LoraPolicy
 from nearpolicy.models.policy import IMPOSSIBLE, PolicyModel, Support, log_softmax, restricted
@@ -51,6 +52,15 @@ EXPLAINED_BY_ROUNDING = 0.5
 COLDEST, HOTTEST, SAME_TEMPERATURE = 0.02, 50.0, 1e-3
 MAX_PROMPTS, SAMPLES, TOKENS_EACH = 8, 2, 8
 NARROW = (torch.bfloat16, torch.float16)
+T = TypeVar("T")
+
+
+class Examines(Protocol):
+    """An `EngineRunner`, or one somewhere else."""
+
+    async def examine(self, look: Callable[[Engine], T]) -> T:
+        """What ``look``, which may travel, finds at the engine between two forward passes."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,11 +102,11 @@ def bound_of(numerics: str, policy: PolicyModel, *, narrow: bool = False) -> Bou
 
 
 async def diagnose(
-    probe: Probe, engine: EngineRunner, prompts: Sequence[np.ndarray], version: int, bound: Bound
+    probe: Probe, engine: Examines, prompts: Sequence[np.ndarray], version: int, bound: Bound
 ) -> Diagnosis:
     """Both hold ``version``, and keep it until this returns. ``prompts``: of the batch that disagreed."""
     shape = {"n": SAMPLES, "tokens": TOKENS_EACH}
-    prompts, scoring = prompts[:MAX_PROMPTS], probe.scoring
+    prompts, learner_place = prompts[:MAX_PROMPTS], probe.scoring.learner
     asked = await probe.measure(prompts, version, **shape, name="diagnosis")
     if not asked.rows:
         text = f"asked again under version {version}, the engine completes none of {len(prompts)} prompts"
@@ -108,12 +118,13 @@ async def diagnose(
             "publication before (events of kind load and swap in the store)"
         )
         return Diagnosis(cause="unknown", text=text, numbers={"gap": asked.gap})
-    unseen = [_unseen(prompt, version, scoring.policy) for prompt in prompts]
+    learner = await learner_place.call(_of_learner, asked.rows)
+    unseen = [_unseen(prompt, version, learner.logits.shape[-1]) for prompt in prompts]
     apart = await probe.measure(unseen, version, **shape, name="diagnosis-unseen")
-    learner = await scoring.call(_of_learner, scoring, asked.rows)
-    memory = await engine.examine(lambda it: _of_engine(it, scoring, asked.rows, learner.digests))
-    case = _Case(asked, apart, learner, memory, scoring.policy, probe.sampling.temperature, bound)
-    return await scoring.call(_explained, case)
+    look = partial(_of_engine, passes=learner.passes, same_support=learner.allowed is not None)
+    memory = await engine.examine(partial(look, rows=asked.rows, wanted=learner.digests))
+    case = _Case(asked, apart, learner, memory, probe.sampling.temperature, bound)
+    return await learner_place.call(_explained, case)
 
 
 # What is computed on each side
@@ -131,6 +142,8 @@ class _Learner:
     digests: Mapping[str, str]
     narrow: Mapping[torch.dtype, np.ndarray]
     """Log-probabilities [N] with products in narrower numbers, at the learner's temperature."""
+    passes: Passes
+    """As they go through a model there."""
     adapter: Mapping[float, np.ndarray]
     """Log-probabilities [N] with the adapter counted so many times."""
 
@@ -151,46 +164,51 @@ class _Memory:
     """Log-probabilities [N] of its modules with products in narrower numbers."""
 
 
-def _of_learner(scoring: Scoring, rows: Sequence[Row]) -> _Learner:
-    policy = scoring.policy
+def _of_learner(holder: Holder, rows: Sequence[Row]) -> _Learner:
+    policy, passes = holder.policy, holder.passes
     targets = torch.from_numpy(np.concatenate([row.segment.token_ids for row in rows]).astype(np.int64))
-    logits = _logits(policy, scoring, rows)
+    logits = _logits(policy, passes, rows)
     adapter = {}
     if isinstance(policy, LoraPolicy):
         for times in (0.0, 2.0):
             with policy.scaled(times):
-                adapter[times] = flat(scoring.logprobs_here(rows))
+                adapter[times] = flat(logprobs_of(holder, rows))
     return _Learner(
         logits=logits,
         targets=targets.to(logits.device),
-        allowed=_allowed(rows, logits) if scoring.same_support else None,
+        allowed=_allowed(rows, logits) if holder.same_support else None,
         digests=digests(policy.weights()),
-        narrow=_narrow(policy, scoring, rows),
+        narrow=_narrow(policy, passes, rows, same_support=holder.same_support),
+        passes=passes.shared(),
         adapter=adapter,
     )
 
 
-def _of_engine(engine: Engine, scoring: Scoring, rows: Sequence[Row], wanted: Mapping[str, str]) -> _Memory:
+def _of_engine(
+    engine: Engine, *, passes: Passes, same_support: bool, rows: Sequence[Row], wanted: Mapping[str, str]
+) -> _Memory:
     weights = named_weights(engine.policy.model)
     names = differing(wanted, digests(weights))
     return _Memory(
         differing=names,
         tensors={name: weights[name].clone() for name in names if name in weights},
-        logits=_logits(engine.policy, scoring, rows),
-        narrow=_narrow(engine.policy, scoring, rows),
+        logits=_logits(engine.policy, passes, rows),
+        narrow=_narrow(engine.policy, passes, rows, same_support=same_support),
     )
 
 
 @torch.no_grad()
-def _logits(policy: PolicyModel, scoring: Scoring, rows: Sequence[Row]) -> Tensor:
-    return policy.head(torch.cat(scoring.passes.hidden(policy, rows, range(len(rows)))))
+def _logits(policy: PolicyModel, passes: Passes, rows: Sequence[Row]) -> Tensor:
+    return policy.head(torch.cat(passes.hidden(policy, rows, range(len(rows)))))
 
 
-def _narrow(policy: PolicyModel, scoring: Scoring, rows: Sequence[Row]) -> dict[torch.dtype, np.ndarray]:
+def _narrow(
+    policy: PolicyModel, passes: Passes, rows: Sequence[Row], *, same_support: bool
+) -> dict[torch.dtype, np.ndarray]:
     found = {}
     for dtype in NARROW:
         with _narrowed(policy, dtype):
-            logprobs = scoring.passes.logprobs(policy, rows, range(len(rows)), same_support=scoring.same_support)
+            logprobs = passes.logprobs(policy, rows, range(len(rows)), same_support=same_support)
         found[dtype] = flat(logprobs)
     return found
 
@@ -239,8 +257,6 @@ class _Case:
     """The same prompts with another first token."""
     learner: _Learner
     memory: _Memory
-    policy: PolicyModel
-    """The learner's."""
     temperature: float
     """Of the recipe."""
     bound: Bound
@@ -262,11 +278,11 @@ class _Case:
         return min(EXPLAINED + rounding / self.asked.gap, EXPLAINED_BY_ROUNDING)
 
 
-def _explained(case: _Case) -> Diagnosis:
+def _explained(holder: Holder, case: _Case) -> Diagnosis:
     if not math.isfinite(case.asked.gap):
         return _unknown(case, "numbers that are not finite. Look at the weights (NaN after an update?)")
     if case.memory.differing:
-        return _by_memory(case)
+        return _by_memory(case, holder.policy)
     candidates = [*_by_temperature(case), *_by_adapter(case)]
     if candidates:
         return min(candidates, key=lambda each: each.numbers["residual"])
@@ -349,11 +365,11 @@ def _adapter(side: str, times: float, numbers: Mapping[str, Any]) -> Diagnosis:
     )
 
 
-def _by_memory(case: _Case) -> Diagnosis:
+def _by_memory(case: _Case, policy: PolicyModel) -> Diagnosis:
     """The engine does not hold what the learner would publish now: that alone is a fault, and its kind can be seen."""
     names, held = case.memory.differing, case.memory.tensors
     numbers = {"tensors": list(names), "residual": case.left(case.held), "gap": case.asked.gap}
-    ours = case.policy.weights()
+    ours = policy.weights()
     pairs = [(ours[n], held[n]) for n in names if n in ours and n in held and ours[n].shape == held[n].shape]
     complete = len(pairs) == len(names)
     for dtype in NARROW:
@@ -365,7 +381,7 @@ def _by_memory(case: _Case) -> Diagnosis:
                 "objective.correction correct for it",
                 numbers=numbers | {"dtype": _name(dtype), "side": side},
             )
-    if complete and (times := _times_applied(case.policy, held)) is not None:
+    if complete and (times := _times_applied(policy, held)) is not None:
         return _adapter("engine", times, numbers)
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     share = f"{max(0.0, 1.0 - numbers['residual']):.0%}"
@@ -411,12 +427,12 @@ def _how_far(pairs: Sequence[tuple[Tensor, Tensor]]) -> str:
     return f" (numbers differ by up to {furthest:.2g})"
 
 
-def _unseen(prompt: np.ndarray, version: int, policy: PolicyModel) -> np.ndarray:
+def _unseen(prompt: np.ndarray, version: int, vocabulary: int) -> np.ndarray:
     """The prompt with another first token: nothing that was computed for it is used again."""
     changed = prompt.copy()
-    changed[0] = (int(prompt[0]) + 1 + version) % policy.config.get_text_config().vocab_size
+    changed[0] = (int(prompt[0]) + 1 + version) % vocabulary
     if changed[0] == prompt[0]:
-        changed[0] = (int(prompt[0]) + 1) % policy.config.get_text_config().vocab_size
+        changed[0] = (int(prompt[0]) + 1) % vocabulary
     return changed
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from nearpolicy.generator.runner import EngineRunner
 from nearpolicy.launch.diagnosis import EXACT, bound_of, diagnose
 from nearpolicy.launch.findings import Finding, info, note, ok, wrong
 from nearpolicy.launch.inline import RoleThread
-from nearpolicy.launch.probe import Probe, Scoring
+from nearpolicy.launch.probe import Holder, Probe, Scoring
 from nearpolicy.learner.passes import Passes
 from nearpolicy.machine import num_cores
 from nearpolicy.models.device import pick_device
@@ -275,13 +275,26 @@ class Sides:
         threads = min(num_cores(), self.numerics.max_threads)
         # What is sampled greedily is scored at 1: the learner's own first choice is what is compared then.
         passes = Passes(self.numerics, budget=512, temperature=temperature or 1.0, threads=threads)
-        scoring = Scoring(policy=self.policy, passes=passes, same_support=False, call=self.thread.call)
+        scoring = Scoring(HeldInThread(self.thread, self.policy, passes))
         sampling = Sampling(temperature=temperature, max_tokens=TOKENS, stop_token_ids=renderer.stop_token_ids)
-        return Probe(generator=self.runner, scoring_of=lambda: scoring, sampling=sampling, seed=0)
+        return Probe(generator=self.runner, scoring=scoring, sampling=sampling, seed=0)
 
     def close(self) -> None:
         self.runner.close()
         self.thread.close()
+
+
+@dataclass(frozen=True, slots=True)
+class HeldInThread:
+    """A model on a thread: a `Holder` and its place."""
+
+    thread: RoleThread
+    policy: PolicyModel
+    passes: Passes
+    same_support: bool = False
+
+    async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return await self.thread.call(function, self, *arguments)
 
 
 def numerics_of(policy: PolicyModel, wanted: str | None) -> tuple[str, Numerics, Finding]:
@@ -323,7 +336,7 @@ async def _greedy(sides: Sides, renderer: Renderer, prompts: Sequence[np.ndarray
     """The engine's tokens at temperature 0 against the learner's most likely ones."""
     probe = sides.probe(0.0, renderer)
     rows = await probe.rows(prompts, 0, n=1, tokens=TOKENS, name="greedy")
-    chosen = await sides.thread.call(_first_choices, probe.scoring, rows)
+    chosen = await probe.scoring.learner.call(_first_choices, rows)
     tokens = np.concatenate([row.segment.token_ids for row in rows])
     others = int((chosen != tokens).sum())
     said = f"{len(tokens) - others} of {len(tokens)} tokens are the learner's first choice"
@@ -333,9 +346,9 @@ async def _greedy(sides: Sides, renderer: Renderer, prompts: Sequence[np.ndarray
 
 
 @torch.no_grad()
-def _first_choices(scoring: Scoring, rows: Sequence[Any]) -> np.ndarray:
-    states = scoring.passes.hidden(scoring.policy, rows, range(len(rows)))
-    return scoring.policy.head(torch.cat(states)).argmax(dim=-1).cpu().numpy()
+def _first_choices(holder: Holder, rows: Sequence[Any]) -> np.ndarray:
+    states = holder.passes.hidden(holder.policy, rows, range(len(rows)))
+    return holder.policy.head(torch.cat(states)).argmax(dim=-1).cpu().numpy()
 
 
 def _prompts(renderer: Renderer) -> list[np.ndarray]:

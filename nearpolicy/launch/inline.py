@@ -49,7 +49,7 @@ def settle(threads: int) -> None:
 
 
 class LearnerInThread:
-    """Implements `nearpolicy.roles.Learner` around a `PolicyLearner`."""
+    """Implements `nearpolicy.launch.places.LearnerPlace` around a `PolicyLearner`."""
 
     def __init__(self, make: Callable[[], PolicyLearner], thread: RoleThread) -> None:
         """``make`` a learner with its initial weights."""
@@ -66,14 +66,25 @@ class LearnerInThread:
     async def weights(self, record_parent: int | None) -> Weights:
         return await self._thread.call(self.inner.weights, record_parent)
 
+    @property
+    def is_there(self) -> bool:
+        """Not while it begins anew, and not if that failed."""
+        return self.inner is not None
+
+    @property
+    def version(self) -> int:
+        return self.inner.version
+
+    @property
+    def can_learn_ahead(self) -> bool:
+        return self.inner.can_learn_ahead
+
     async def begin_anew(self) -> None:
-        """With the initial weights; what was learned is forgotten."""
         self.inner = None  # its memory is needed for the new one
         self.inner = await self._thread.call(self._make)
 
     async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Anything else that needs the learner to itself: a warm start, a checkpoint."""
-        return await self._thread.call(function, *arguments)
+        return await self._thread.call(function, self.inner, *arguments)
 
     def close(self) -> None:
         self._thread.close()

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nearpolicy.generator.runner import EngineRunner
-from nearpolicy.launch.diagnosis import Bound, Diagnosis, diagnose, wrong_stops
+from nearpolicy.launch.diagnosis import Bound, Diagnosis, Examines, diagnose, wrong_stops
 from nearpolicy.launch.probe import TOKENS_EACH, Probe
 from nearpolicy.records import Row, StepReport
 
@@ -29,7 +28,7 @@ class Meter:
     """One for a run."""
 
     probe: Probe
-    engine: EngineRunner
+    engine: Examines
     bound: Bound
     ends: Sequence[int]
     """End tokens of model and tokenizer."""

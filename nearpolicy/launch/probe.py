@@ -9,7 +9,7 @@ numbers are of a purpose of their own, so that nobody else's change.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -26,36 +26,36 @@ TOKENS_EACH = 8
 """Of one completion."""
 
 
-class LearnerThread(Protocol):
-    """`nearpolicy.launch.inline.LearnerInThread`, or whoever else holds a policy and scores with it."""
-
-    inner: Any
-
-    def call(self, function: Callable[..., Any], *arguments: Any) -> Awaitable[Any]: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scoring:
-    """What of a learner says how likely a token is."""
+class Holder(Protocol):
+    """Has what says how likely a token is: a `PolicyLearner`, or a model alone."""
 
     policy: PolicyModel
     passes: Passes
     same_support: bool
-    call: Callable[..., Awaitable[Any]]
-    """Runs a function on the thread that the policy belongs to."""
 
-    @classmethod
-    def of(cls, learner: LearnerThread) -> Scoring:
-        inner = learner.inner
-        same_support = inner.objective.same_support
-        return cls(policy=inner.policy, passes=inner.passes, same_support=same_support, call=learner.call)
+
+class HoldsPolicy(Protocol):
+    """A `LearnerPlace`, or another place of a `Holder`."""
+
+    async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """``function(holder, *arguments)`` there."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """Asks what a learner says of tokens."""
+
+    learner: HoldsPolicy
 
     async def logprobs(self, rows: Sequence[Row]) -> list[np.ndarray]:
-        return await self.call(self.logprobs_here, rows)
+        """[T] per row."""
+        return await self.learner.call(logprobs_of, rows)
 
-    def logprobs_here(self, rows: Sequence[Row]) -> list[np.ndarray]:
-        """[T] per row; on its thread."""
-        return self.passes.logprobs(self.policy, rows, range(len(rows)), same_support=self.same_support)
+
+def logprobs_of(holder: Holder, rows: Sequence[Row]) -> list[np.ndarray]:
+    """[T] per row."""
+    return holder.passes.logprobs(holder.policy, rows, range(len(rows)), same_support=holder.same_support)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,15 +82,10 @@ class Probe:
     """Asks both sides."""
 
     generator: Generator
-    scoring_of: Callable[[], Scoring]
-    """Asked each time: a rollback may make the learner anew."""
+    scoring: Scoring
     sampling: Sampling
     """Of the run: what is compared goes the way of its rollouts."""
     seed: int
-
-    @property
-    def scoring(self) -> Scoring:
-        return self.scoring_of()
 
     async def measure(
         self, prompts: Sequence[np.ndarray], version: int, *, n: int, tokens: int = TOKENS_EACH, name: str = PROBE

@@ -28,7 +28,8 @@ from nearpolicy.telemetry.batch import batch_metrics
 from nearpolicy.telemetry.events import Recorder
 
 if TYPE_CHECKING:
-    from nearpolicy.launch.inline import LearnerInThread
+    from nearpolicy.launch.places import LearnerPlace
+    from nearpolicy.learner.step import PolicyLearner
     from nearpolicy.rollout_queue.queue import StalenessBoundedQueue
     from nearpolicy.sync.publisher import Publisher
 
@@ -39,7 +40,7 @@ class Recovery:
 
     config: RunConfig
     folder: RunFolder
-    learner: LearnerInThread
+    learner: LearnerPlace
     publisher: Publisher
     store: SqliteStore
     telemetry: Recorder
@@ -65,7 +66,7 @@ class Recovery:
         every = self.config.sync.weight_sync_steps
         due = steps if steps == self.config.run.steps else steps // every * every
         published = 0 if found.published is None else found.published.version
-        due = max(due, published, self.learner.inner.version)
+        due = max(due, published, self.learner.version)
         logged = {line["step"] for line in lines if "policy/loss" in line or "batch/groups" in line}
         stale = await self._learn_again(steps, lineages, counting, logged=logged, publish=due, ready=found.ready)
         if stale:  # as in `found`: the attempts that came to nothing; the next ones are open already
@@ -151,8 +152,8 @@ class Recovery:
         for version, path in self._usable_checkpoints(steps):
             try:
                 expected = {counting[version].fingerprint} if version in counting else set()
-                await self.learner.call(partial(load_checkpoint, self.learner.inner, path, expected=expected))
-                return self.learner.inner.version
+                await self.learner.call(partial(load_checkpoint, checkpoint=path, expected=expected))
+                return self.learner.version
             except RunFolderError as error:
                 self.say(f"warning: {error}; going on from the one before it")
         return None
@@ -182,7 +183,7 @@ class Recovery:
         """Recorded batches up to ``steps``; the version ``publish`` goes to the generators. Where weights come out with
         other bits than those recorded they get a lineage of their own; those of the ``ready`` groups that hold tokens
         of the others are given back."""
-        learner, stale = self.learner.inner, []
+        learner, stale = self.learner, []
         with RunReader(self.folder.path) as run:
             while True:
                 version = learner.version
@@ -196,7 +197,7 @@ class Recovery:
                         f"processor, or other package versions); going on as lineage {branch.lineage}"
                     )
                 if version == publish:
-                    learner.lineage = lineages.of(version)
+                    await learner.call(_set_lineage, lineages.of(version))
                     await self._publish()
                 if version == steps:
                     break
@@ -204,7 +205,7 @@ class Recovery:
                 report = await self.learner.step(batch)
                 if version not in logged:
                     self.telemetry.log_step(version, {**batch_metrics(batch), **report.metrics})
-        learner.lineage = lineages.newest
+        await learner.call(_set_lineage, lineages.newest)
         return stale
 
     async def _differs(self, known: VersionRecord | None) -> bool:
@@ -223,3 +224,7 @@ class Recovery:
         begin = time.monotonic()
         record = await self.publisher.publish()
         self.store.published(record, time.monotonic() - begin)
+
+
+def _set_lineage(learner: PolicyLearner, lineage: int) -> None:
+    learner.lineage = lineage

@@ -29,6 +29,7 @@ from nearpolicy.launch.progress import progress
 from nearpolicy.launch.recovery import Recovery
 from nearpolicy.launch.resume import require_same_data
 from nearpolicy.launch.rows import assembled, left_out
+from nearpolicy.launch.runtime import Runtime, runtime_of
 from nearpolicy.launch.sizes import versions
 from nearpolicy.launch.successes import Successes
 from nearpolicy.launch.watch import Watch
@@ -51,7 +52,6 @@ from nearpolicy.telemetry.sinks import open_sinks, require_sinks
 from nearpolicy.telemetry.trace import Trace
 from nearpolicy.verifier.combining import weighted_reward
 from nearpolicy.verifier.sandbox.ladder import UNISOLATED, Opened
-from nearpolicy.verifier.service import VerifierService
 
 if TYPE_CHECKING:
     from nearpolicy.environments.single_turn import Bounded
@@ -103,23 +103,20 @@ class Session:
         self._started = time.monotonic()
         self._evaluation_s = 0.0
         async with AsyncExitStack() as closing:  # what was opened last is closed first, after an error too
+            self.runtime: Runtime = runtime_of(self.config, self.functions, self.say)
+            closing.push_async_callback(self.runtime.close)
             await self._start_verifier(closing)
-            self._read_data_and_model()
+            await self._read_data_and_model()
             self.opening = True
             self._open_records(closing)
             self.opening = False
             if self.stop_requested:
                 raise KeyboardInterrupt(NOTHING_CHANGED if self.resumes else NOTHING_KEPT)
-            self._start_roles(closing)
+            await self._start_roles(closing)
             return await self._run()
 
     async def _start_verifier(self, closing: AsyncExitStack) -> None:
-        self.verifier = VerifierService(
-            {task.name: task.rewards for task in self.config.tasks},
-            self.config.verifier,
-            at_hand=self.functions,
-            on_event=lambda *names, **numbers: self.telemetry.event(*names, **numbers),
-        )
+        self.verifier = self.runtime.verifier(lambda *names, **numbers: self.telemetry.event(*names, **numbers))
         closing.push_async_callback(self.verifier.close)
         await self.verifier.start()
         if (kept_in := self.verifier.isolation) is not None:
@@ -131,12 +128,12 @@ class Session:
         for reason in kept_in.passed_over:
             self.say(f"programs are kept in by {kept_in.isolation} only; {reason}")
 
-    def _read_data_and_model(self) -> None:
+    async def _read_data_and_model(self) -> None:
         from nearpolicy.launch import build
 
         require_sinks(self.config.telemetry.sinks)
         self.language = build.Language.of(self.config, self.functions)
-        self.model = build.load_model(self.config, self.language, self.say)
+        await self.runtime.load(self.language)
 
     def _open_records(self, closing: AsyncExitStack) -> None:
         config, made = self.config, False
@@ -194,7 +191,7 @@ class Session:
         give an undisturbed run's tokens, and what becomes of a group that is beyond the bound, or has a greedy
         completion."""
         greedy = self.config.objective.parts["advantage"].greedy_baseline
-        if self.model.mode == "exact" or greedy:
+        if self.runtime.numerics == "exact" or greedy:
             return []
         groups = [group for group in map(can_go_on, found.stopped) if group is not None]
         return [g for g in groups if found.steps - g.oldest_version <= self.config.queue.max_staleness]
@@ -232,26 +229,15 @@ class Session:
         if not self.begun and isinstance(error, _STOPS):
             remove_run(self.folder, made=made)
 
-    def _start_roles(self, closing: AsyncExitStack) -> None:
+    async def _start_roles(self, closing: AsyncExitStack) -> None:
         from nearpolicy.launch import build
-        from nearpolicy.sync.publisher import Publisher
 
         config, tell = self.config, self.telemetry.event
-        self.engine = build.start_engine(config, self.language, self.model, partial(tell, "generator"), self.say)
-        closing.callback(self.engine.runner.close)
-        self.learner = build.start_learner(
-            config, self.language, self.model, self.engine, partial(tell, "learner"), self.say
-        )
-        closing.callback(self.learner.close)
-        generator = self.engine.runner
-        self.publisher = Publisher(
-            self.learner,
-            [generator],
-            timeout_s=config.sync.timeout_s,
-            adapter_only=config.sync.adapters == "adapter_only",
-            on_event=partial(tell, "sync"),
-        )
-        self.evaluator = build.make_evaluator(config, self.language, generator, self.verifier)
+        closing.push_async_callback(self.runtime.close)  # before the records, which the roles tell
+        await self.runtime.start(tell)
+        self.generator, self.learner = self.runtime.generator, self.runtime.learner
+        self.publisher = self.runtime.publisher
+        self.evaluator = build.make_evaluator(config, self.language, self.generator, self.verifier)
         self.successes: Again = lambda step: ((), ())
         if config.queue.replay is not None:
             self.successes = Successes(config, self.folder, self.store)
@@ -266,17 +252,13 @@ class Session:
             self.say,
             warm_start=partial(self._warm_start, may_stop=False),
         )
-        self.meter = build.make_meter(
-            config, self.language, self.model, self.engine, self.learner, partial(tell, "monitor"), self.say
-        )
+        self.meter = self.runtime.meter(self.language, partial(tell, "monitor"))
 
     async def _run(self) -> dict[str, Any]:
         """Three times go into the summary: ``setup_s`` until version 0 is published; ``wall_s`` of training, from the
         first admission to the last step, evaluations during it included; ``evaluation_s`` of all evaluations, those
         before and after training too.
         """
-        from nearpolicy.launch import build
-
         due: list[Alarm] = []
         if self.position is None:
             await self._warm_start()
@@ -289,12 +271,12 @@ class Session:
             (self.folder.path / PAUSED).unlink(missing_ok=True)  # who takes the run up wants it to go on
             if self.position.steps < self.config.run.steps:  # the last evaluation asks for nothing
                 due = [alarm for alarm in last if alarm.action == "rollback"]  # a kill came before it
-        self.memory = build.memory_by_owner(self.engine.engine, self.learner.inner)
+        self.memory = await self.runtime.memory()
         self.begun = True
         setup_s = time.monotonic() - self._started
         before = await self._evaluate_alone(0)
         if self._evaluation_was_due():
-            await self._evaluate(self.learner.inner.version, with_pass=False)
+            await self._evaluate(self.learner.version, with_pass=False)
         begin = time.monotonic()
         if not self.stop_requested:
             try:
@@ -305,11 +287,11 @@ class Session:
             except BaseExceptionGroup as errors:
                 error = first_error(errors)
                 saves = isinstance(error, UserError) and not isinstance(error, RunFolderError)
-                if saves and self.learner.inner is not None:
+                if saves and self.learner.is_there:
                     await self._save()  # what was learnt so far; another setting may go on from there
                 raise
         wall_s = time.monotonic() - begin
-        steps = self.learner.inner.version
+        steps = self.learner.version
         await self._save()  # first of all: the evaluation may take long, and a person may not wait for it
         after = await self._evaluate_alone(steps)
         times = {"wall_s": wall_s, "setup_s": setup_s, "evaluation_s": self._evaluation_s}
@@ -321,7 +303,7 @@ class Session:
         config, limits, estimator = self.config, self.config.queue, self.config.objective.parts["advantage"]
         rewards = {task.name: task.rewards for task in config.tasks}
         environment = SingleTurn(
-            self.engine.runner,
+            self.generator,
             self.verifier,
             render=self.language.renderer.prompt_ids,
             decode=self.language.decode,
@@ -393,14 +375,15 @@ class Session:
             num_slots=config.num_slots,
             weight_sync_steps=config.sync.weight_sync_steps,
             again=self.successes,
-            streaming=config.learner.streaming and self.learner.inner.can_learn_ahead and limits.order == "admission",
+            streaming=config.learner.streaming and self.learner.can_learn_ahead and limits.order == "admission",
         )
 
     async def _warm_start(self, *, may_stop: bool = True) -> None:
         from nearpolicy.launch.warm_start import supervised_batches
+        from nearpolicy.learner.step import PolicyLearner
         from nearpolicy.objectives.objective import Supervised
 
-        config, learner = self.config.warm_start, self.learner.inner
+        config, learner = self.config.warm_start, self.learner
         if not config.steps:
             return
         losses = []
@@ -408,11 +391,11 @@ class Session:
             if may_stop and self.stop_requested:
                 break
             try:
-                loss = await self.learner.call(learner.supervised_step, rows, Supervised(), config.learning_rate)
+                loss = await learner.call(PolicyLearner.supervised_step, rows, Supervised(), config.learning_rate)
             except NearpolicyError as error:  # a gradient that is not finite: a setting of the recipe is the cause
                 raise UserError(f"warm start, step {len(losses)}: {error}") from error
             losses.append(loss)
-        learner.begin()
+        await learner.call(PolicyLearner.begin)
         if losses:
             self.say(f"warm start: {len(losses)} supervised steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}")
 
@@ -449,7 +432,7 @@ class Session:
         """What alarms ask for."""
         if any(alarm.action == "stop" for alarm in due):
             self.stop()
-        backwards = [alarm for alarm in due if alarm.action == "rollback" and self.learner.inner.version]
+        backwards = [alarm for alarm in due if alarm.action == "rollback" and self.learner.version]
         for alarm in sorted(backwards, key=lambda alarm: alarm.good - alarm.monitor.back)[:1]:
             if not self.stop_requested:  # the earliest; what else there was is undone with it
                 step = await self._roll_back(alarm)
@@ -460,7 +443,7 @@ class Session:
 
     async def _roll_back(self, alarm: Alarm) -> int:
         """The step that comes next."""
-        most, done = alarm.monitor.most, self.learner.inner.version
+        most, done = alarm.monitor.most, self.learner.version
         if self.recovery.rollbacks() >= most:
             self.say(
                 f"{alarm.metric}: rolled back {count(most, 'time')} already; the run ends (monitors: raise `most`)"
@@ -489,7 +472,7 @@ class Session:
 
     async def _evaluate_alone(self, version: int) -> Mapping[str, object]:
         """Before the first step and after the last one, with samples for pass@k."""
-        passed = version < self.learner.inner.version and not self._evaluated_before(version)  # the run goes on
+        passed = version < self.learner.version and not self._evaluated_before(version)  # the run goes on
         return {} if self.stop_requested or passed else await self._evaluate(version, with_pass=True)
 
     async def _evaluate(self, version: int, *, with_pass: bool) -> Mapping[str, object]:
@@ -526,7 +509,7 @@ class Session:
 
     def _evaluation_was_due(self) -> bool:
         """Whether the run ended before the evaluation of the version that it goes on from."""
-        every, version = self.config.evaluation.every, self.learner.inner.version
+        every, version = self.config.evaluation.every, self.learner.version
         if self.position is None or not every or version != self._taken_up_at or self.stop_requested:
             return False
         return 0 < version < self.config.run.steps and version % every == 0 and not self._evaluated_before(version)
@@ -560,24 +543,23 @@ class Session:
             from nearpolicy.learner.checkpoint import save_weights
 
             path = self.folder.weights / f"version-{version}.safetensors"
-            await self.learner.call(save_weights, self.learner.inner, path)
+            await self.learner.call(save_weights, path)
 
     async def _save(self) -> None:
         from nearpolicy.learner.checkpoint import checkpoints, save_checkpoint
 
-        if self.learner.inner.version == 0 and not self.config.warm_start.steps:
+        if self.learner.version == 0 and not self.config.warm_start.steps:
             return  # the model that the run was given
         self.store.flush(durable=True)  # a checkpoint is never ahead of the store, after a power cut neither
         save = partial(
             save_checkpoint,
-            self.learner.inner,
-            self.folder.checkpoints,
+            folder=self.folder.checkpoints,
             beside=[self.language.renderer.tokenizer],
             keep_last=self.config.checkpoint.keep_last,
             keep_best=self.config.checkpoint.keep_best,
             scores=self._accuracies() if self.config.checkpoint.keep_best else None,
         )
-        with self.telemetry.span("learner", "checkpoint", step=self.learner.inner.version):
+        with self.telemetry.span("learner", "checkpoint", step=self.learner.version):
             path = await self.learner.call(save)
         self.store.checkpointed(checkpoints(self.folder.checkpoints)[0][0])
         self.say(f"checkpoint: {place(path)}")
@@ -644,7 +626,7 @@ class Session:
             "peak_memory_mb": round(peak_memory_mb(), 1),
             "memory_mb": {owner: round(size, 1) for owner, size in self.memory.items()},
             "helper_processes_mb": [round(size, 1) for size in helpers_peak_memory_mb()],
-            "numerics": self.model.mode,
+            "numerics": self.runtime.numerics,
             "isolation": kept_in.isolation if (kept_in := self.verifier.isolation) is not None else None,
             "held_out": {"before": before, "after": after},
             "ledger": {fate.value: ledger.get(fate, 0) for fate in Fate},

@@ -42,6 +42,10 @@ class Passes:
         self._temperature = temperature
         self._threads = threads
 
+    def shared(self) -> Passes:
+        """The same, for whoever does not belong to this thread."""
+        return Passes(self._numerics, budget=self._budget, temperature=self._temperature, threads=self._threads)
+
     def packed(self, rows: Sequence[Row], wanted: Sequence[int], whole_rollouts: bool = False) -> Iterator[Packed]:
         """The ``wanted`` rows in micro-batches; ``whole_rollouts`` keeps all segments of a rollout together."""
         trees = build_trees(rows, wanted, self._budget)

@@ -108,6 +108,11 @@ class PolicyLearner:
             policy.model.train()  # checkpointing acts in training mode only; every dropout is 0
 
     @property
+    def same_support(self) -> bool:
+        """Whether log-probabilities are over the tokens that could be drawn."""
+        return self.objective.same_support
+
+    @property
     def can_learn_ahead(self) -> bool:
         """Whether a step can begin with its first rows: one update, nothing to know of the rows before it, no choice
         out of all of them, advantages of each group by itself."""

@@ -46,7 +46,7 @@ class Pair:
         return self.learner.inner.policy
 
     def probe(self, sampling: Sampling) -> Probe:
-        return Probe(generator=self.runner, scoring_of=lambda: Scoring.of(self.learner), sampling=sampling, seed=0)
+        return Probe(generator=self.runner, scoring=Scoring(self.learner), sampling=sampling, seed=0)
 
     async def publish(self) -> None:
         await self.runner.load(await self.learner.weights(None))

@@ -1,0 +1,142 @@
+"""Where the roles of a run live: made, started and closed here; the session knows no more of it than this.
+
+    verifier -> load (the model, probed) -> start (generator, learner, publisher) -> meter
+
+`InlineRuntime` is one process: the engine and the learner each on a thread of its own, verifier workers beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from nearpolicy.config import RunConfig
+from nearpolicy.roles import Generator, Verifier, WeightSync
+from nearpolicy.verifier.sandbox.ladder import Opened
+from nearpolicy.verifier.service import OnEvent, VerifierService
+
+if TYPE_CHECKING:
+    from nearpolicy.launch.build import EngineParts, FitModel, Language
+    from nearpolicy.launch.inline import LearnerInThread
+    from nearpolicy.launch.meter import Meter
+    from nearpolicy.launch.places import LearnerPlace
+    from nearpolicy.sync.publisher import Publisher
+
+Functions = Mapping[str, Callable[..., Any]]
+Say = Callable[[str], None]
+
+
+class RunVerifier(Verifier, Protocol):
+    """A verifier with a life."""
+
+    @property
+    def isolation(self) -> Opened | None:
+        """How programs are kept in, once started; None if no reward runs any."""
+        ...
+
+    def flip_rates(self) -> dict[str, float]: ...
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Runtime(Protocol):
+    """The roles of one run, in the order in which they can be had."""
+
+    generator: Generator
+    """From `start` on, as the ones below."""
+    learner: LearnerPlace
+    publisher: WeightSync
+
+    def verifier(self, tell: OnEvent) -> RunVerifier:
+        """Before anything heavy is loaded; the session starts and closes it."""
+        ...
+
+    async def load(self, language: Language) -> None:
+        """The model, where generators live; one that cannot be trained is refused."""
+        ...
+
+    @property
+    def numerics(self) -> str:
+        """exact or fast, once a model is loaded."""
+        ...
+
+    async def start(self, tell: OnEvent) -> None: ...
+
+    def meter(self, language: Language, tell: Callable[..., None]) -> Meter: ...
+
+    async def memory(self) -> dict[str, float]:
+        """MiB by owner, of what is held for the whole run."""
+        ...
+
+    async def close(self) -> None:
+        """Ends what has been started, and changes nothing the second time."""
+        ...
+
+
+def runtime_of(config: RunConfig, functions: Functions, say: Say) -> Runtime:
+    """As `runtime.kind` says."""
+    return InlineRuntime(config, functions, say)
+
+
+class InlineRuntime:
+    """Implements `Runtime` in this process."""
+
+    def __init__(self, config: RunConfig, functions: Functions, say: Say) -> None:
+        self._config = config
+        self._functions = functions
+        self._say = say
+        self._engine: EngineParts | None = None
+        self._learner: LearnerInThread | None = None
+
+    def verifier(self, tell: OnEvent) -> VerifierService:
+        rewards = {task.name: task.rewards for task in self._config.tasks}
+        return VerifierService(rewards, self._config.verifier, at_hand=self._functions, on_event=tell)
+
+    async def load(self, language: Language) -> None:
+        from nearpolicy.launch import build
+
+        self._language = language
+        self._model: FitModel = build.load_model(self._config, language, self._say)
+
+    @property
+    def numerics(self) -> str:
+        return self._model.mode
+
+    async def start(self, tell: OnEvent) -> None:
+        from nearpolicy.launch import build
+        from nearpolicy.sync.publisher import Publisher
+
+        config, made = self._config, (self._config, self._language, self._model)
+        self._engine = build.start_engine(*made, partial(tell, "generator"), self._say)
+        self._learner = build.start_learner(*made, self._engine, partial(tell, "learner"), self._say)
+        self.generator, self.learner = self._engine.runner, self._learner
+        self.publisher: Publisher = Publisher(
+            self._learner,
+            [self.generator],
+            timeout_s=config.sync.timeout_s,
+            adapter_only=config.sync.adapters == "adapter_only",
+            on_event=partial(tell, "sync"),
+        )
+
+    def meter(self, language: Language, tell: Callable[..., None]) -> Meter:
+        from nearpolicy.launch import build
+        from nearpolicy.launch.diagnosis import bound_of
+
+        config, model = self._config, self._model
+        bound = bound_of(model.mode, model.policy, narrow=config.generator.weights != "same")
+        return build.make_meter(config, language, self.generator, self.generator, self.learner, bound, tell, self._say)
+
+    async def memory(self) -> dict[str, float]:
+        from nearpolicy.launch import build
+
+        return build.memory_by_owner(self._engine.engine, self._learner.inner)
+
+    async def close(self) -> None:
+        learner, engine, self._learner, self._engine = self._learner, self._engine, None, None
+        if learner is not None:
+            learner.close()
+        if engine is not None:
+            engine.runner.close()
