@@ -19,6 +19,7 @@ from pydantic import Field, PositiveInt, ValidationError, field_validator, model
 from nearpolicy.errors import ConfigError, described, nearest
 from nearpolicy.evaluate.config import EvaluationConfig
 from nearpolicy.generator.config import GeneratorConfig, SamplingConfig
+from nearpolicy.launch.config import RuntimeConfig
 from nearpolicy.learner.config import CheckpointConfig, CriticConfig, LearnerConfig, WarmStartConfig
 from nearpolicy.models.config import ModelConfig
 from nearpolicy.objectives.config import ObjectiveConfig
@@ -71,18 +72,6 @@ class RunSection(ConfigModel):
         if not RUN_NAME.fullmatch(name) or len(name.encode()) > LONGEST_RUN_NAME:
             raise ValueError(f"run.name is {name!r}; {RUN_NAME_RULE}")
         return name
-
-
-class RuntimeConfig(ConfigModel):
-    """Section `runtime`: where the roles live. `runtime: inline` is short for `runtime: {kind: inline}`."""
-
-    kind: Literal["inline"] = "inline"
-    """`inline`: one process, a thread for the engine and one for the learner."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _a_word_is_the_kind(cls, value: Any) -> Any:
-        return {"kind": value} if isinstance(value, str) else value
 
 
 class RunConfig(ConfigModel):
@@ -224,6 +213,11 @@ def contradictions(config: RunConfig) -> Iterator[str]:
             f"{_slots_in_words(config)} = {config.num_slots:,} groups at once and "
             f"sampling.num_generations * queue.prompts_per_step = {samples:,} completions per step "
             f"are more than the {MOST_SLOTS:,} and {MOST_COMPLETIONS:,} that this program is made for; lower them"
+        )
+    if config.generator.replicas > 1 and config.runtime.kind == "inline":
+        yield (
+            f"generator.replicas={config.generator.replicas} needs processes of their own; set runtime.kind: ray, or "
+            "leave it out"
         )
     yield from _objective_contradictions(config)
     yield from _critic_contradictions(config)

@@ -80,6 +80,8 @@ class GeneratorConfig(ConfigModel):
     made of their past tokens: no work is done twice, and their new tokens come from a mixture of both weights that the
     learner cannot repeat, so engine and learner differ there even with exact numerics. Every token keeps the version
     that sampled it."""
+    replicas: PositiveInt = Field(1, le=100_000)
+    """With `runtime.kind: ray`: engines, each in an actor of its own with all weights."""
     oversample: float = Field(1.0, ge=1, le=16)
     """Groups that may be generated at once, as a multiple of what the bound on staleness has room for. Above 1 the
     learner takes the groups that end first and slow ones are left behind, so `queue.order: ready` with

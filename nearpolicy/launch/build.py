@@ -46,22 +46,34 @@ Functions = dict[str, Callable[..., object]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Language:
-    """What is known of a run before any weights are loaded."""
+class Words:
+    """What a role that holds the model knows of its language."""
 
     folder: Path
     """The model's Hugging Face folder."""
     renderer: Renderer
+
+    @classmethod
+    def of(cls, config: RunConfig, folder: Path | None = None) -> Words:
+        """``folder`` replaces the recipe's model."""
+        folder = folder or resolve(config.model.path, config.model.init, config.model.seed)
+        tokenizer = load_tokenizer(config.model.tokenizer or str(folder))
+        stops, vocabulary = generation_stop_ids(folder), vocabulary_size(folder)
+        return Words(folder=folder, renderer=Renderer(tokenizer, stop_token_ids=stops, vocabulary=vocabulary))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Language(Words):
+    """What is known of a run before any weights are loaded."""
+
     mixture: Mixture
     sampling: Sampling
 
     @classmethod
     def of(cls, config: RunConfig, functions: Functions | None = None, folder: Path | None = None) -> Language:
         """Tokenizer and data of a recipe; every bad row is an error here. ``folder`` replaces the recipe's model."""
-        folder = folder or resolve(config.model.path, config.model.init, config.model.seed)
-        tokenizer = load_tokenizer(config.model.tokenizer or str(folder))
-        stops, vocabulary = generation_stop_ids(folder), vocabulary_size(folder)
-        renderer = Renderer(tokenizer, stop_token_ids=stops, vocabulary=vocabulary)
+        words = Words.of(config, folder)
+        renderer = words.renderer
         mixture = load_data(config, functions, renderer)
         wanted = config.sampling
         sampling = Sampling(
@@ -74,7 +86,7 @@ class Language:
             stop=tuple(wanted.stop),
             record_support=config.same_support,
         )
-        return cls(folder=folder, renderer=renderer, mixture=mixture, sampling=sampling)
+        return cls(folder=words.folder, renderer=renderer, mixture=mixture, sampling=sampling)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of a completion, up to its stop."""
@@ -91,7 +103,7 @@ class FitModel:
     numerics: Numerics
 
 
-def load_model(config: RunConfig, language: Language, say: Callable[[str], None]) -> FitModel:
+def load_model(config: RunConfig, language: Words, say: Callable[[str], None]) -> FitModel:
     """Load the engine's policy, probe it and the machine; a model that cannot be trained here is refused."""
     torch.set_num_threads(num_cores())
     policy = load_policy(language.folder, getattr(torch, config.model.dtype), pick_device())
@@ -99,6 +111,11 @@ def load_model(config: RunConfig, language: Language, say: Callable[[str], None]
         target_layers(policy.model, lora.target_modules, lora.rank)  # the learner puts them in, when a folder is made
     mode, numerics = choose_numerics(config, policy, say)
     return FitModel(policy=policy, mode=mode, numerics=numerics)
+
+
+def with_numerics(model: FitModel, mode: str, rule: Numerics) -> FitModel:
+    """Under a rule that several machines can keep together."""
+    return replace(model, mode=mode, numerics=rule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,12 +129,20 @@ class EngineParts:
 
 
 def start_engine(
-    config: RunConfig, language: Language, model: FitModel, on_event: OnEvent, say: Callable[[str], None]
+    config: RunConfig,
+    language: Words,
+    model: FitModel,
+    on_event: OnEvent,
+    say: Callable[[str], None],
+    *,
+    own_threads: int | None = None,
 ) -> EngineParts:
-    """Size the pages, start the thread."""
+    """Size the pages, start the thread. ``own_threads``: what the engine has for itself, in a process of its own; else
+    it shares the machine with the learner."""
     policy, numerics = model.policy, model.numerics
-    threads = _threads("generator", role_threads(config)[0], config.generator.threads, numerics, say)
-    all_threads = min(num_cores(), numerics.max_threads)
+    usual = config.generator.threads or own_threads or role_threads(config)[0]
+    threads = _threads("generator", usual, config.generator.threads, numerics, say)
+    all_threads = threads if own_threads else min(num_cores(), numerics.max_threads)
     limits = EngineLimits.sized(
         policy,
         max_running=config.generator.max_running,
@@ -193,9 +218,19 @@ def start_learner(
     return learner
 
 
+def make_ranked_learner(
+    config: RunConfig, words: Words, numerics: Numerics, *, own_threads: int, on_event: OnEvent
+) -> PolicyLearner:
+    """A learner in a process of its own."""
+    usual = config.learner.threads or own_threads
+    threads = _threads("learner", usual, config.learner.threads, numerics, lambda _: None)
+    torch.set_num_threads(threads)
+    return make_learner(config, words, numerics, threads=threads, on_event=on_event)
+
+
 def make_learner(
     config: RunConfig,
-    language: Language,
+    language: Words,
     numerics: Numerics,
     *,
     threads: int,
@@ -231,7 +266,7 @@ def make_objective(config: RunConfig) -> Objective:
     return Objective(settled, config.sampling.max_completion_length)
 
 
-def load_reference(config: RunConfig, language: Language, policy: PolicyModel) -> PolicyModel | None:
+def load_reference(config: RunConfig, language: Words, policy: PolicyModel) -> PolicyModel | None:
     """The policy that the objective compares with; `ModelError` if it speaks of other tokens."""
     name, dtype, device = config.objective.reference, getattr(torch, config.model.dtype), pick_device()
     if name == "none":
@@ -246,7 +281,7 @@ def load_reference(config: RunConfig, language: Language, policy: PolicyModel) -
 
 
 def load_value_model(
-    config: RunConfig, language: Language, policy: PolicyModel, numerics: Numerics, threads: int
+    config: RunConfig, language: Words, policy: PolicyModel, numerics: Numerics, threads: int
 ) -> tuple[ValueModel, Numerics]:
     """The critic's model, and a rule under which it is as exact as the policy; `ModelError` if it speaks of other
     tokens."""
@@ -344,27 +379,36 @@ def make_meter(
     )
 
 
-def memory_by_owner(engine: Engine, learner: PolicyLearner) -> dict[str, float]:
-    """MiB of what the two roles hold for the whole run, by the owners that `sizes.memory_by_owner` estimates for."""
-    mib = 2**20
-    weights = sum(p.nbytes for p in learner.policy.parameters()) / mib
-    trained = [p for p in learner.policy.parameters() if p.requires_grad]
+MIB = 2**20
+
+
+def engine_memory(engine: Engine) -> dict[str, float]:
+    """MiB of what an engine holds for the whole run, by the owners that `sizes.memory_by_owner` estimates for."""
     owners = {
-        "engine: weights": sum(p.nbytes for p in engine.policy.parameters()) / mib,
-        "engine: keys and values": engine.kv_bytes / mib,
-        "learner: weights": weights,
-        "learner: gradients": sum(p.nbytes for p in trained) / mib,
-        "learner: AdamW": 2 * sum(4 * p.numel() for p in trained) / mib,
+        "engine: weights": sum(p.nbytes for p in engine.policy.parameters()) / MIB,
+        "engine: keys and values": engine.kv_bytes / MIB,
     }
     if engine.base_bytes:
-        owners["engine: base weights"] = engine.base_bytes / mib
+        owners["engine: base weights"] = engine.base_bytes / MIB
     if engine.packed is not None:
-        owners["engine: packed weights"] = engine.packed.num_bytes / mib
+        owners["engine: packed weights"] = engine.packed.num_bytes / MIB
+    return owners
+
+
+def learner_memory(learner: PolicyLearner) -> dict[str, float]:
+    """The same of a learner."""
+    weights = sum(p.nbytes for p in learner.policy.parameters()) / MIB
+    trained = [p for p in learner.policy.parameters() if p.requires_grad]
+    owners = {
+        "learner: weights": weights,
+        "learner: gradients": sum(p.nbytes for p in trained) / MIB,
+        "learner: AdamW": 2 * sum(4 * p.numel() for p in trained) / MIB,
+    }
     if learner.reference is not None and learner.reference.model is not learner.policy.model:
-        owners["learner: reference"] = sum(p.nbytes for p in learner.reference.parameters()) / mib
+        owners["learner: reference"] = sum(p.nbytes for p in learner.reference.parameters()) / MIB
     if learner.critic is not None:
         critic = list(learner.critic.model.parameters())
-        owners["critic: weights"] = own = sum(p.nbytes for p in critic) / mib
-        owners["critic: AdamW"] = 2 * sum(4 * p.numel() for p in critic) / mib
+        owners["critic: weights"] = own = sum(p.nbytes for p in critic) / MIB
+        owners["critic: AdamW"] = 2 * sum(4 * p.numel() for p in critic) / MIB
         owners["learner: gradients"] = max(weights, own)
     return owners

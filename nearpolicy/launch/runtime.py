@@ -78,6 +78,10 @@ class Runtime(Protocol):
 
 def runtime_of(config: RunConfig, functions: Functions, say: Say) -> Runtime:
     """As `runtime.kind` says."""
+    if config.runtime.kind == "ray":
+        from nearpolicy.launch.ray.runtime import RayRuntime
+
+        return RayRuntime(config, functions, say)
     return InlineRuntime(config, functions, say)
 
 
@@ -132,7 +136,7 @@ class InlineRuntime:
     async def memory(self) -> dict[str, float]:
         from nearpolicy.launch import build
 
-        return build.memory_by_owner(self._engine.engine, self._learner.inner)
+        return build.engine_memory(self._engine.engine) | build.learner_memory(self._learner.inner)
 
     async def close(self) -> None:
         learner, engine, self._learner, self._engine = self._learner, self._engine, None, None

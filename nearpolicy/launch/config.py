@@ -1,0 +1,60 @@
+"""Where the roles of a run live."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, NonNegativeInt, model_validator
+
+from nearpolicy.settings import ConfigModel, Seconds
+
+
+class RuntimeConfig(ConfigModel):
+    """Section `runtime`: where the roles live. `runtime: inline` is short for `runtime: {kind: inline}`."""
+
+    kind: Literal["inline", "ray"] = "inline"
+    """`inline`: one process, a thread for the engine and one for the learner. `ray`: every role an actor of its own, on
+    this machine or on a cluster; needs the extra `nearpolicy[ray]`."""
+    address: str | None = Field(None, min_length=1, max_length=300)
+    """With `ray`: `HOST:PORT` of a cluster's head node, or `auto` for the cluster that this machine belongs to. Left
+    out: a Ray of its own is started here, and ended with the run."""
+    start_timeout_s: Seconds = 300.0
+    """With `ray`: bound on each step of the start: connecting, room for the actors, loading the model."""
+    silence_s: Seconds = 60.0
+    """With `ray`: a generator that answers nothing for so long is lost; another one is started in its place."""
+    verifiers: NonNegativeInt = Field(1, le=10_000)
+    """With `ray`: actors that hold verifiers, each with `verifier.workers` processes. 0: they run beside the
+    controller."""
+    cpus_per_generator: float = Field(1.0, gt=0, le=1024)
+    """With `ray`: processors that Ray sets aside for a generator, which computes with so many threads unless
+    `generator.threads` says otherwise."""
+    gpus_per_generator: float = Field(0.0, ge=0, le=64)
+    """With `ray`: GPUs that Ray sets aside for a generator, a fraction where it shares one."""
+    cpus_per_learner: float = Field(1.0, gt=0, le=1024)
+    """With `ray`: processors of a rank of the learner; as `cpus_per_generator`."""
+    gpus_per_learner: float = Field(0.0, ge=0, le=64)
+    """With `ray`: GPUs of a rank of the learner."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_word_is_the_kind(cls, value: Any) -> Any:
+        return {"kind": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> Self:
+        idle = [name for name in type(self).model_fields if name != "kind" and self._is_set(name)]
+        if self.kind == "inline" and idle:
+            raise ValueError(
+                f"{', '.join(f'runtime.{name}' for name in idle)} has no effect in one process; set runtime.kind: ray, "
+                "or leave it out"
+            )
+        if (self.address or "").startswith("ray://"):
+            raise ValueError(
+                f"runtime.address={self.address} is that of a client, which would have all data of the run go through "
+                "one connection; start the run on the cluster (`ray job submit -- nearpolicy train ...`) with "
+                "runtime.address: auto"
+            )
+        return self
+
+    def _is_set(self, name: str) -> bool:
+        return getattr(self, name) != type(self).model_fields[name].default

@@ -1,0 +1,109 @@
+"""What travels between the controller and actors: answers that keep their errors, and events with their age."""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+from nearpolicy.errors import ConfigError, NearpolicyError
+
+Events = Sequence[tuple[str, dict[str, Any]]]
+"""Kind and fields of what is told to the time line; ``ago``: how many seconds before the answer."""
+SAME_EVERYWHERE = ("nearpolicy", "torch", "transformers", "numpy", "safetensors", "xxhash")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Of one call of a host."""
+
+    value: Any = None
+    error: Exception | None = None
+    """Raised there; it keeps its kind here, which errors that Ray passes on do not."""
+    trace: str = ""
+    events: Events = ()
+    state: dict[str, Any] = field(default_factory=dict)
+    """What of the host changes with its calls."""
+
+    def result(self) -> Any:
+        if self.error is not None:
+            if not isinstance(self.error, NearpolicyError):
+                self.error.add_note(f"raised in another process:\n{self.trace}")
+            raise self.error
+        return self.value
+
+
+def answered(call: Callable[..., Any], *arguments: Any) -> Answer:
+    """What comes of it, an exception too."""
+    try:
+        return Answer(value=call(*arguments))
+    except Exception as error:
+        return failure(error)
+
+
+def failure(error: Exception) -> Answer:
+    """An exception that can travel: one of foreign code may hold what cannot."""
+    import cloudpickle
+
+    text = "".join(traceback.format_exception(error))
+    try:
+        cloudpickle.loads(cloudpickle.dumps(error))
+    except Exception:
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    return Answer(error=error, trace=text)
+
+
+class Diary:
+    """Events of a host until somebody collects them. From any thread."""
+
+    def __init__(self) -> None:
+        self._told: list[tuple[float, str, dict[str, Any]]] = []
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        self._told.append((time.monotonic(), kind, fields))
+
+    def take(self) -> Events:
+        told, self._told = self._told, []
+        now = time.monotonic()
+        return [(kind, fields | {"ago": now - at}) for at, kind, fields in told]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a host has come to life."""
+
+    node: str
+    pid: int
+    versions: dict[str, str]
+
+
+def here() -> Place:
+    import os
+
+    installed = {name: metadata.version(name) for name in SAME_EVERYWHERE}
+    versions = {"python": ".".join(map(str, sys.version_info[:3])), **installed}
+    return Place(node=platform.node(), pid=os.getpid(), versions=versions)
+
+
+def require_same_versions(places: Sequence[Place]) -> None:
+    """`ConfigError` that names what differs, and where: other versions give other bits, and other meanings."""
+    ours = here()
+    found = {
+        f"{name} is {place.versions.get(name, 'absent')} on {place.node} and {ours.versions[name]} on {ours.node}"
+        for place in places
+        for name in ours.versions
+        if place.versions.get(name) != ours.versions[name]
+    }
+    if found:
+        raise ConfigError(f"nodes differ: {'; '.join(sorted(found))}. Install the same versions on all of them")
+
+
+async def together(waited_for: Sequence[Any]) -> list[Any]:
+    """All answers; the first error as soon as it is there."""
+    return list(await asyncio.gather(*waited_for))

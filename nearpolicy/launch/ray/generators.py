@@ -1,0 +1,47 @@
+"""Generators in actors: members of a fleet, and places where a lost one comes to life again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from nearpolicy.launch.ray.learner import Offered
+from nearpolicy.roles import Capabilities, Placed, Told, Weights
+
+
+class GeneratorMember:
+    """Implements `nearpolicy.roles.Member` over an actor that holds a `GeneratorHost`."""
+
+    num_replicas = 1
+
+    def __init__(self, name: str, actor: Any, capabilities: Capabilities) -> None:
+        self.name = name
+        self.actor = actor
+        self._capabilities = capabilities
+
+    async def submit_many(self, placed: Sequence[Placed]) -> None:
+        await self.actor.submit_many.remote(placed)
+
+    async def abort_many(self, tickets: Sequence[int]) -> None:
+        await self.actor.abort_many.remote(tickets)
+
+    async def collect(self, spacing_s: float) -> Told:
+        return await self.actor.collect.remote(spacing_s)
+
+    async def pause(self) -> None:
+        await self.actor.pause.remote()
+
+    async def resume(self) -> None:
+        await self.actor.resume.remote()
+
+    async def load(self, weights: Weights) -> Mapping[str, str]:
+        assert isinstance(weights, Offered)
+        [parcel] = weights.parcel
+        plain = Weights(record=weights.record, tensors={}, digests=weights.digests)
+        return (await self.actor.take.remote(plain, parcel)).result()
+
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    async def examine(self, look: Callable[..., Any]) -> Any:
+        return (await self.actor.examine.remote(look)).result()

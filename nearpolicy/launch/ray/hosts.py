@@ -1,0 +1,315 @@
+"""What runs inside an actor: plain classes, each with one role of a run. Nothing here knows Ray but the way weights go.
+
+An actor's process loads torch when it is told to load a model, after the settings that must stand before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from nearpolicy.config import RunConfig
+from nearpolicy.launch.ray.calls import Answer, Diary, Events, Place, answered, failure, here
+from nearpolicy.machine import prepare_environment
+from nearpolicy.roles import Placed, Told, Weights
+
+if TYPE_CHECKING:
+    from nearpolicy.generator.host import Host
+    from nearpolicy.launch.build import EngineParts, FitModel, Words
+    from nearpolicy.learner.step import PolicyLearner
+    from nearpolicy.records import Batch, Row
+    from nearpolicy.verifier.service import VerifierService
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A model that has been found fit."""
+
+    place: Place
+    mode: str
+    """The numerics that are to be had there: exact or fast."""
+    numerics: Any
+    """Its rule (`nearpolicy.models.numerics.Numerics`)."""
+    bound: Any
+    """How far engine and learner may be apart there (`nearpolicy.launch.diagnosis.Bound`)."""
+    said: tuple[str, ...]
+
+
+class _Role:
+    """A model of the recipe, loaded and probed."""
+
+    def __init__(self, config: RunConfig) -> None:
+        prepare_environment()
+        self._config = config
+        self._diary = Diary()
+        self._said: list[str] = []
+        self._words: Words | None = None
+        self._model: FitModel | None = None
+
+    def _load(self) -> Loaded:
+        from nearpolicy.launch import build
+        from nearpolicy.launch.diagnosis import bound_of
+        from nearpolicy.launch.inline import settle
+
+        settle(1)
+        self._words = build.Words.of(self._config)
+        model = self._model = build.load_model(self._config, self._words, self._said.append)
+        return Loaded(
+            place=here(),
+            mode=model.mode,
+            numerics=model.numerics,
+            bound=bound_of(model.mode, model.policy, narrow=self._config.generator.weights != "same"),
+            said=tuple(self._said),
+        )
+
+
+class GeneratorHost(_Role):
+    """An engine on its thread; an async actor."""
+
+    def __init__(self, config: RunConfig, name: str) -> None:
+        super().__init__(config)
+        self._name = name
+        self._engine: EngineParts | None = None
+        self._host: Host | None = None
+
+    async def here(self) -> Place:
+        return here()
+
+    async def load_model(self) -> Answer:
+        return answered(self._load)
+
+    async def start(self, mode: str, numerics: Any) -> Answer:
+        """With what all roles of the run can keep."""
+        return answered(self._start, mode, numerics)
+
+    def _start(self, mode: str, numerics: Any) -> Any:
+        from nearpolicy.generator.host import Host
+        from nearpolicy.launch import build
+
+        model = build.with_numerics(self._model, mode, numerics)
+        threads = max(1, int(self._config.runtime.cpus_per_generator))
+
+        def replica(tell: Callable[..., None]) -> Any:
+            self._engine = build.start_engine(
+                self._config, self._words, model, tell, self._said.append, own_threads=threads
+            )
+            return self._engine.runner
+
+        self._host = Host(self._name, [replica])
+        return self._host.capabilities()
+
+    async def submit_many(self, placed: Sequence[Placed]) -> None:
+        await self._host.submit_many(placed)
+
+    async def abort_many(self, tickets: Sequence[int]) -> None:
+        await self._host.abort_many(tickets)
+
+    async def collect(self, spacing_s: float) -> Told:
+        return await self._host.collect(spacing_s)
+
+    async def pause(self) -> None:
+        await self._host.pause()
+
+    async def resume(self) -> None:
+        await self._host.resume()
+
+    async def take(self, weights: Weights, parcel: Any) -> Answer:
+        """``parcel``: what `parcel_of` made; Ray has brought it here."""
+        try:
+            return Answer(value=await self._host.load(opened(weights, parcel)))
+        except Exception as error:
+            return failure(error)
+
+    async def examine(self, look: Callable[..., Any]) -> Answer:
+        try:
+            return Answer(value=await self._engine.runner.examine(look))
+        except Exception as error:
+            return failure(error)
+
+    async def memory(self) -> dict[str, float]:
+        from nearpolicy.launch import build
+
+        return build.engine_memory(self._engine.engine)
+
+
+class LearnerHost(_Role):
+    """A rank of the learner. Its calls come one after the other, in one thread."""
+
+    def __init__(self, config: RunConfig, rank: int, size: int) -> None:
+        super().__init__(config)
+        self._rank = rank
+        self._size = size
+        self._learner: PolicyLearner | None = None
+        self._ahead: tuple[Row, ...] = ()
+        """What has come of the next batch."""
+
+    def here(self) -> Place:
+        return here()
+
+    def load_model(self) -> Answer:
+        return answered(self._load)
+
+    def start(self, mode: str, numerics: Any) -> Answer:
+        from nearpolicy.launch import build
+
+        self._model = None  # what was probed is not needed again
+        threads = max(1, int(self._config.runtime.cpus_per_learner))
+        make = partial(build.make_ranked_learner, self._config, self._words, numerics)
+        self._make = partial(make, own_threads=threads, on_event=self._diary.tell)
+        return self.begin_anew()
+
+    def begin_anew(self) -> Answer:
+        self._learner, self._ahead = None, ()
+        return self._answered(self._made)
+
+    def _made(self) -> None:
+        self._learner = self._make()
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Answer:
+        return self._answered(function, self._learner, *arguments)
+
+    def learn_ahead(self, new: Sequence[Row]) -> Answer:
+        """``new``: rows behind those of the calls before."""
+        self._ahead = (*self._ahead, *new)
+        return self._answered(self._learner.learn_ahead, self._ahead)
+
+    def step(self, batch: Batch) -> Answer:
+        """``batch``: without the rows that `learn_ahead` has had."""
+        rows, self._ahead = (*self._ahead, *batch.rows), ()
+        return self._answered(self._learner.step, replace(batch, rows=rows))
+
+    def state(self) -> Answer:
+        return self._answered(lambda: None)
+
+    def weights(self, parent: int | None) -> Answer:
+        """The weights without their tensors, and a reference to those, which stay in Ray's store of this node."""
+        return self._answered(self._packed, parent)
+
+    def _packed(self, parent: int | None) -> tuple[Weights, int, list[Any]]:
+        import ray
+
+        weights = self._learner.weights(parent)
+        if self._config.sync.adapters == "adapter_only":
+            weights = replace(weights, tensors={})
+        num_bytes = weights.nbytes
+        parcel = [ray.put(parcel_of(weights))] if self._rank == 0 else []
+        return replace(weights, tensors={}, adapter=None), num_bytes, parcel
+
+    def memory(self) -> dict[str, float]:
+        from nearpolicy.launch import build
+
+        return build.learner_memory(self._learner)
+
+    def _answered(self, call: Callable[..., Any], *arguments: Any) -> Answer:
+        answer = answered(call, *arguments)
+        learner, state = self._learner, {}
+        if learner is not None:
+            state = {"version": learner.version, "can_learn_ahead": learner.can_learn_ahead}
+        return replace(answer, events=self._diary.take(), state=state)
+
+
+def parcel_of(weights: Weights) -> dict[str, Any]:
+    """Tensors as arrays of bytes, which travel without being copied into a pickle."""
+    import torch
+
+    def plain(tensor: torch.Tensor) -> tuple[Any, str, tuple[int, ...]]:
+        whole = tensor.detach().cpu().contiguous()
+        return whole.view(-1).view(torch.uint8).numpy(), str(whole.dtype).removeprefix("torch."), tuple(whole.shape)
+
+    adapter = weights.adapter if not weights.tensors else None
+    return {
+        "tensors": {name: plain(tensor) for name, tensor in weights.tensors.items()},
+        "adapter": adapter
+        and replace(adapter, factors={n: tuple(map(plain, ab)) for n, ab in adapter.factors.items()}),
+    }
+
+
+def opened(weights: Weights, parcel: Mapping[str, Any]) -> Weights:
+    """What `parcel_of` packed."""
+    import torch
+
+    def tensor(array: Any, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if not array.size:
+            return torch.empty(shape, dtype=getattr(torch, dtype))
+        return torch.frombuffer(memoryview(array), dtype=getattr(torch, dtype)).view(shape)
+
+    adapter = parcel["adapter"]
+    if adapter is not None:
+        factors = {name: tuple(tensor(*each) for each in ab) for name, ab in adapter.factors.items()}
+        adapter = replace(adapter, factors=factors)
+    return replace(weights, tensors={n: tensor(*each) for n, each in parcel["tensors"].items()}, adapter=adapter)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """What a verifier has to tell since it was asked last."""
+
+    judged: Sequence[tuple[int, Mapping[str, Any] | None, Exception | None]]
+    """Ticket, and verdicts or an error that ends the run."""
+    events: Events
+    flips: dict[str, float]
+
+
+class VerifierHost:
+    """A verifier and its worker processes; an async actor that never loads torch."""
+
+    POLL_S = 1.0
+    """How long `collect` waits for a verdict."""
+
+    def __init__(self, config: RunConfig, functions: Mapping[str, Callable[..., Any]]) -> None:
+        self._config = config
+        self._functions = functions
+        self._diary = Diary()
+        self._service: VerifierService | None = None
+        self._done: list[tuple[int, Mapping[str, Any] | None, Exception | None]] = []
+        self._news = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> Answer:
+        from nearpolicy.verifier.service import VerifierService
+
+        rewards = {task.name: task.rewards for task in self._config.tasks}
+        try:
+            self._service = VerifierService(
+                rewards,
+                self._config.verifier,
+                at_hand=self._functions,
+                on_event=lambda role, kind, **fields: self._diary.tell(kind, **fields),
+            )
+            await self._service.start()
+            return Answer(value=here())
+        except Exception as error:
+            return failure(error)
+
+    async def isolation(self) -> Any:
+        return self._service.isolation
+
+    async def score_many(self, cases: Sequence[tuple[int, Any, Any, int | None]]) -> None:
+        for case in cases:
+            task = asyncio.create_task(self._score(*case))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _score(self, ticket: int, prompt: Any, rollout: Any, admission: int | None) -> None:
+        try:
+            found = ticket, await self._service.score(prompt, rollout, admission=admission), None
+        except Exception as error:
+            found = ticket, None, failure(error).error
+        self._done.append(found)
+        self._news.set()
+
+    async def collect(self) -> Judged:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.POLL_S):
+                await self._news.wait()
+        self._news.clear()
+        done, self._done = self._done, []
+        return Judged(judged=done, events=self._diary.take(), flips=self._service.flip_rates())
+
+    async def close(self) -> None:
+        if self._service is not None:
+            await self._service.close()

@@ -1,0 +1,293 @@
+"""The roles of one run as actors: started in the order the session asks for, watched, and ended with the run.
+
+    controller (this process)   pipeline, queue, environments, store, telemetry: the data flow, and the only writer
+    actor of a generator        an engine and its thread; a lost one is started again, and joins once it has shown the
+                                present weights
+    actor of a learner's rank   a rank; if one dies all begin anew, from the record
+    actor of verifiers          a verifier and its worker processes; a lost one is started again
+
+Ray itself restarts none of them: who comes back is brought up to date first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from nearpolicy.config import RunConfig
+from nearpolicy.errors import ConfigError, NearpolicyError, described
+from nearpolicy.launch.ray.calls import Answer, Place, require_same_versions
+from nearpolicy.launch.ray.cluster import Cluster, Resources
+from nearpolicy.launch.ray.generators import GeneratorMember
+from nearpolicy.launch.ray.hosts import GeneratorHost, LearnerHost, Loaded, VerifierHost
+from nearpolicy.launch.ray.learner import LearnerRanks
+from nearpolicy.launch.ray.verifiers import VerifierPools
+from nearpolicy.launch.runtime import Functions, RunVerifier, Say
+from nearpolicy.verifier.service import OnEvent, VerifierService
+from nearpolicy.waits import waiting
+
+if TYPE_CHECKING:
+    from nearpolicy.generator.fleet import Fleet
+    from nearpolicy.launch.build import Language
+    from nearpolicy.launch.meter import Meter
+    from nearpolicy.sync.publisher import Publisher
+
+
+MOST_STARTS = 3
+"""Times that one tries to start a lost generator again, each time it is lost."""
+
+
+class RayRuntime:
+    """Implements `nearpolicy.launch.runtime.Runtime`."""
+
+    def __init__(self, config: RunConfig, functions: Functions, say: Say) -> None:
+        self._config = config
+        self._functions = functions
+        self._say = say
+        self._cluster: Cluster | None = None
+        self._connecting = asyncio.Lock()
+        self._loaded: dict[str, Loaded] = {}
+        self._generators: list[Any] = []
+        self._ranks: list[Any] = []
+        self._ranks_are_used = False
+        self._fleet: Fleet | None = None
+        self._replacing: set[asyncio.Task[None]] = set()
+
+    # Room: ranks of the learner, generators, verifiers, in this order.
+
+    @property
+    def _num_ranks(self) -> int:
+        return 1
+
+    def _bundles(self) -> list[Resources]:
+        config, runtime = self._config, self._config.runtime
+        kinds = [
+            (self._num_ranks, runtime.cpus_per_learner, runtime.gpus_per_learner),
+            (config.generator.replicas, runtime.cpus_per_generator, runtime.gpus_per_generator),
+            (runtime.verifiers, 1.0, 0.0),
+        ]
+        return [{"CPU": cpus, **({"GPU": gpus} if gpus else {})} for count, cpus, gpus in kinds for _ in range(count)]
+
+    async def _connected(self) -> Cluster:
+        async with self._connecting:
+            if self._cluster is None:
+                bundles = self._bundles()
+                needed: dict[str, float] = {}
+                for bundle in bundles:
+                    for name, amount in bundle.items():
+                        needed[name] = needed.get(name, 0.0) + amount
+                cluster = await Cluster.connect(self._config.runtime, needed)
+                self._cluster = cluster
+                await cluster.make_room(bundles)
+            return self._cluster
+
+    # Verifiers.
+
+    def verifier(self, tell: OnEvent) -> RunVerifier:
+        rewards = {task.name: task.rewards for task in self._config.tasks}
+        if not self._config.runtime.verifiers:
+            return VerifierService(rewards, self._config.verifier, at_hand=self._functions, on_event=tell)
+        return VerifierPools(
+            self._spawn_verifier,
+            self._config.runtime.verifiers,
+            lambda task: [reward.source for reward in rewards[task]],
+            tell,
+            self._say,
+        )
+
+    async def _spawn_verifier(self, place: int) -> Any:
+        cluster = await self._connected()
+        first = self._num_ranks + self._config.generator.replicas
+        actor = cluster.actor(VerifierHost, first + place, self._config, dict(self._functions))
+        await self._started(f"verifier {place}", actor.start.remote())
+        return actor
+
+    # The model.
+
+    async def load(self, language: Language) -> None:
+        cluster = await self._connected()
+        self._language = language
+        ranks = [self._rank(cluster, rank) for rank in range(self._num_ranks)]
+        generators = [self._generator(cluster, place) for place in range(self._config.generator.replicas)]
+        named = {
+            **{_rank_name(rank): actor for rank, actor in enumerate(ranks)},
+            **{_name(place): actor for place, actor in enumerate(generators)},
+        }
+        places: Sequence[Place] = await asyncio.gather(
+            *(self._started(f"{name} to begin", actor.here.remote()) for name, actor in named.items())
+        )
+        require_same_versions(places)
+        found = await asyncio.gather(
+            *(self._started(f"{name} to load the model", actor.load_model.remote()) for name, actor in named.items())
+        )
+        self._loaded = dict(zip(named, found, strict=True))
+        self._ranks, self._generators = ranks, generators
+        for text in dict.fromkeys(text for loaded in found for text in loaded.said):
+            self._say(text)
+        self._settle_numerics(found)
+
+    def _settle_numerics(self, found: Sequence[Loaded]) -> None:
+        """What all of them can keep: exact if all are, and then the strictest rule of all."""
+        from nearpolicy.models.numerics import FAST
+
+        if all(loaded.mode == "exact" for loaded in found):
+            rules = [loaded.numerics for loaded in found]
+            rows, threads = max(rule.min_rows for rule in rules), min(rule.max_threads for rule in rules)
+            self._mode, self._rule = "exact", replace(rules[0], min_rows=rows, max_threads=threads)
+        else:
+            self._mode, self._rule = "fast", FAST
+        self._bound = next(loaded.bound for loaded in found if loaded.mode == self._mode)
+
+    @property
+    def numerics(self) -> str:
+        return self._mode
+
+    def _rank(self, cluster: Cluster, rank: int) -> Any:
+        return cluster.actor(LearnerHost, rank, self._config, rank, self._num_ranks)
+
+    def _generator(self, cluster: Cluster, place: int) -> Any:
+        return cluster.actor(GeneratorHost, self._num_ranks + place, self._config, _name(place))
+
+    async def _started(self, what: str, answer: Any) -> Any:
+        """A step of the start; `ConfigError` if it takes too long or its actor dies."""
+        from ray.exceptions import RayError
+
+        limit = self._config.runtime.start_timeout_s
+        try:
+            with waiting("the run", what):
+                async with asyncio.timeout(limit):
+                    found = await answer
+        except TimeoutError:
+            raise ConfigError(f"{what}: not within {limit:g} s (runtime.start_timeout_s)") from None
+        except RayError as error:
+            raise ConfigError(
+                f"{what}: its process ended ({described(error, 600)}). If memory was short there, `nearpolicy check` "
+                "says what a role needs"
+            ) from error
+        return found.result() if isinstance(found, Answer) else found
+
+    # Generator, learner, publication.
+
+    async def start(self, tell: OnEvent) -> None:
+        from nearpolicy.generator.fleet import Fleet
+        from nearpolicy.sync.publisher import Publisher
+
+        config = self._config
+        self._tell = tell
+        self.learner = LearnerRanks(self._fresh_ranks, partial(tell, "learner"), self._say)
+        self._fleet = self.generator = Fleet(
+            patience_s=config.runtime.start_timeout_s, silence_s=config.runtime.silence_s, on_event=self._of_fleet
+        )
+        begun = await asyncio.gather(
+            self.learner.start(), *(self._member(place, actor) for place, actor in enumerate(self._generators))
+        )
+        for member in begun[1:]:
+            self._fleet.join(member)
+        self.publisher: Publisher = Publisher(
+            self.learner,
+            {link.member.name: link for link in self._fleet.links},
+            timeout_s=config.sync.timeout_s,
+            on_event=partial(tell, "sync"),
+            on_behind=lambda name, reason: self._say(f"{name} is behind: {reason}"),
+        )
+
+    async def _member(self, place: int, actor: Any) -> GeneratorMember:
+        name = _name(place)
+        found = await self._started(f"{name} to start", actor.start.remote(self._mode, self._rule))
+        return GeneratorMember(name, actor, found)
+
+    def _of_fleet(self, kind: str, **fields: Any) -> None:
+        self._tell("generator", kind, **fields)
+        if kind == "lost" and self._fleet is not None:
+            task = asyncio.create_task(self._replace(fields["name"], fields["reason"]))
+            self._replacing.add(task)
+            task.add_done_callback(self._replacing.discard)
+
+    async def _replace(self, name: str, reason: str) -> None:
+        """Another one in the place of a generator that was lost. It samples once it has shown the present weights: now,
+        if they are still to be had, or with the next publication."""
+        place, cluster = _place(name), await self._connected()
+        self._say(f"{name} was lost: {reason}. Its sequences go on elsewhere; another one is started")
+        await self.publisher.remove(name)
+        cluster.kill(self._generators[place])
+        for _ in range(MOST_STARTS):
+            actor = self._generators[place] = self._generator(cluster, place)
+            try:
+                await self._started(f"{name} to load the model", actor.load_model.remote())
+                member = await self._member(place, actor)
+            except (ConfigError, NearpolicyError) as error:
+                self._say(f"{name} cannot be started again: {described(error, 200)}")
+                cluster.kill(actor)
+                continue
+            if self._fleet is None:
+                return
+            link = self._fleet.join(member)
+            await self.publisher.add(name, link)
+            return
+
+    async def _fresh_ranks(self) -> Sequence[Any]:
+        """Those that have loaded the model, the first time; later new ones in their places."""
+        cluster = await self._connected()
+        if self._ranks_are_used:
+            for actor in self._ranks:
+                cluster.kill(actor)
+            self._ranks = [self._rank(cluster, rank) for rank in range(self._num_ranks)]
+            await self._of_ranks("to load the model", lambda actor: actor.load_model.remote())
+        self._ranks_are_used = True
+        await self._of_ranks("to start", lambda actor: actor.start.remote(self._mode, self._rule))
+        return self._ranks
+
+    async def _of_ranks(self, what: str, call: Callable[[Any], Any]) -> None:
+        await asyncio.gather(
+            *(self._started(f"{_rank_name(rank)} {what}", call(actor)) for rank, actor in enumerate(self._ranks))
+        )
+
+    def meter(self, language: Language, tell: Callable[..., None]) -> Meter:
+        from nearpolicy.launch import build
+
+        config = self._config
+        return build.make_meter(
+            config, language, self.generator, _AnyMember(self._fleet), self.learner, self._bound, tell, self._say
+        )
+
+    async def memory(self) -> dict[str, float]:
+        """Of the first generator and the first rank."""
+        engine, learner = await asyncio.gather(self._generators[0].memory.remote(), self.learner.memory())
+        return engine | learner
+
+    async def close(self) -> None:
+        fleet, cluster, self._fleet, self._cluster = self._fleet, self._cluster, None, None
+        for task in self._replacing:
+            task.cancel()
+        await asyncio.gather(*self._replacing, return_exceptions=True)
+        if fleet is not None:
+            with contextlib.suppress(Exception):
+                await fleet.close()
+        if cluster is not None:
+            await cluster.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _AnyMember:
+    """Whatever generator is there, for a look inside."""
+
+    fleet: Fleet
+
+    async def examine(self, look: Callable[..., Any]) -> Any:
+        return await self.fleet.links[0].member.examine(look)
+
+
+def _place(name: str) -> int:
+    return int(name.rpartition(" ")[2])
+
+
+def _name(place: int) -> str:
+    return f"generator {place}"
+
+
+def _rank_name(rank: int) -> str:
+    return f"rank {rank} of the learner"
