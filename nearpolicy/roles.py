@@ -206,6 +206,89 @@ class Generator(Protocol):
     def capabilities(self) -> Capabilities: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """How busy one replica is, and what it has done since it began."""
+
+    slots: int
+    """Sequences that it decodes at once."""
+    running: int = 0
+    """Sequences that have sampled a token and go on."""
+    waiting: int = 0
+    """Sequences that have not started."""
+    kv_tokens: int | None = None
+    """Positions of keys and values that it has memory for; None if it does not say."""
+    sampled: int = 0
+    """Tokens."""
+    busy_s: float = 0.0
+    """Time in which it computed."""
+    at: float = 0.0
+    """When this was so, by the monotonic clock of its machine: differences alone mean anything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """A request, and the replica that it goes to."""
+
+    ticket: int
+    """Names this placement: a request that is issued again, here or elsewhere, has another one."""
+    replica: int
+    """Of the member, from 0."""
+    request: Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What a member has to tell since it was asked last."""
+
+    completions: Sequence[tuple[int, Completion]] = ()
+    """With their tickets, in the order they ended at each replica."""
+    loads: Mapping[int, Load] = field(default_factory=dict)
+    """By replica; those that did not change may be left out."""
+    events: Sequence[tuple[int, str, Mapping[str, Any]]] = ()
+    """Replica, kind and fields of what is told to the time line."""
+
+
+class Member(Protocol):
+    """One or several generators behind calls that carry many requests at once: an actor of a cluster, say.
+
+    One caller has it. Whatever these calls raise means that the member is lost, with all that runs on it, except
+    `load`: after a load that failed it samples nothing until another one succeeds.
+    """
+
+    name: str
+    num_replicas: int
+    """Each has room and weights of its own, and takes requests on its own."""
+
+    async def submit_many(self, placed: Sequence[Placed]) -> None:
+        """Take these on. A request that cannot be carried out comes back as failed completions."""
+        ...
+
+    async def abort_many(self, tickets: Sequence[int]) -> None:
+        """What is unfinished of these comes back as aborted, with what it has sampled."""
+        ...
+
+    async def collect(self, spacing_s: float) -> Told:
+        """Waits until there is something to tell, or a bound of its own has passed: the answer is then empty, but for
+        the loads. Never more than one call at a time.
+
+        Completions are gathered until ``spacing_s`` after the answer before, unless nothing else runs: then nothing
+        is worth waiting for."""
+        ...
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def load(self, weights: Weights) -> Mapping[str, str]:
+        """As `Generator.load`, in every replica; the digests that all of them show."""
+        ...
+
+    def capabilities(self) -> Capabilities:
+        """Of the weakest replica."""
+        ...
+
+
 class Verifier(Protocol):
     """Judges completions. Failures come back as verdicts, never as exceptions or numbers."""
 

@@ -87,6 +87,8 @@ class Engine:
         self._numerics = numerics
         self._adapted = AdaptedModel(policy.model)
         self.threads = threads
+        self.sampled = 0
+        """Tokens so far."""
         self.packed = packed_weights(weights, policy.model)
         self._decode = decode
         self._emit = on_event or (lambda *_, **__: None)
@@ -205,6 +207,7 @@ class Engine:
         return logits[:n], [next(ends) if chunk.completes else None for chunk in plan.chunks]
 
     def _draw(self, sequences: list[Sequence], logits: Tensor) -> list[Completion]:
+        self.sampled += len(sequences)
         by_law: dict[tuple[Any, ...], list[int]] = defaultdict(list)
         for i, sequence in enumerate(sequences):
             by_law[sequence.law].append(i)

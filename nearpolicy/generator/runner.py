@@ -26,8 +26,9 @@ import torch
 
 from nearpolicy.errors import EngineError, NearpolicyError, UserError
 from nearpolicy.generator.engine import Engine
+from nearpolicy.models.attention import PAGE
 from nearpolicy.records import BASELINE
-from nearpolicy.roles import Capabilities, Completion, Request, Weights
+from nearpolicy.roles import Capabilities, Completion, Load, Request, Weights
 
 T = TypeVar("T")
 
@@ -95,6 +96,9 @@ class EngineRunner:
         self._unproved = False
         """The last load failed: nothing is sampled until another one succeeds."""
         self._resting = True
+        self._unfinished = 0
+        """Samples asked for that have not come back."""
+        self._busy_s = 0.0
         self._loads: list[tuple[Weights, Future[Mapping[str, str]], float]] = []
         self._ended: NearpolicyError | None = None
         self._ending = threading.Lock()
@@ -162,6 +166,20 @@ class EngineRunner:
         """Whether the engine's core is free. May be asked from any thread; the answer may be old at once."""
         return self._resting
 
+    def workload(self) -> Load:
+        """How busy the engine is. May be asked from any thread; the numbers may be of neighbouring passes."""
+        scheduler = self._engine.scheduler
+        running = len(scheduler.running)
+        return Load(
+            slots=scheduler.max_running,
+            running=running,
+            waiting=max(0, self._unfinished - running),
+            kv_tokens=scheduler.budget.num_pages * PAGE,
+            sampled=self._engine.sampled,
+            busy_s=self._busy_s,
+            at=time.monotonic(),
+        )
+
     def close(self) -> None:
         """End the thread after the pass it is in."""
         self._commands.put(None)
@@ -184,14 +202,17 @@ class EngineRunner:
                 self._load_if_due()
                 if self._engine.scheduler.has_work and not self._stands:
                     self._take_cores()
-                    self._deliver(self._engine.step())
-            ended = EngineError("the generator is closed")
+                    begin = time.perf_counter()
+                    ended = self._engine.step()
+                    self._busy_s += time.perf_counter() - begin
+                    self._deliver(ended)
+            reason = EngineError("the generator is closed")
         except UserError as error:
-            ended = error
+            reason = error
         except BaseException as error:
-            ended = EngineError(f"the engine stopped: {error!r}")
-            ended.__cause__ = error
-        self._end(ended)
+            reason = EngineError(f"the engine stopped: {error!r}")
+            reason.__cause__ = error
+        self._end(reason)
 
     def _obey(self) -> bool:
         """Carry out what was asked; sleep only when there is nothing to compute. False ends the thread."""
@@ -217,6 +238,7 @@ class EngineRunner:
         if request.id in self._subscribers:
             raise ValueError(f"request {request.id!r} is already running")
         self._subscribers[request.id] = subscriber
+        self._unfinished += request.n
         self._deliver(self._engine.submit(request))
 
     def _abort(self, request_ids: set[str]) -> None:
@@ -245,6 +267,7 @@ class EngineRunner:
             sample = BASELINE if subscriber.is_baseline else completion.sample
             self._emit("finish", admission=subscriber.admission, sample=sample, **ended)
             subscriber.undelivered -= 1
+            self._unfinished -= 1
             if subscriber.undelivered == 0:
                 del self._subscribers[completion.request]
             subscriber.put(completion)

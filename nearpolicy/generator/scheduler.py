@@ -132,7 +132,8 @@ class Scheduler:
         self.budget = Budget(num_pages)
         self.prefix_pages = SharedPages(self.budget)
         self.rows: RowPages[Sequence] = RowPages(self.budget, max_running, self.max_pages)
-        self._max_running = max_running
+        self.max_running = max_running
+        """Sequences that decode at once."""
         self._prefill_chunk = prefill_chunk
         self._prompts: deque[Prefix] = deque()
         self._interrupted: deque[Prefix] = deque()
@@ -298,7 +299,7 @@ class Scheduler:
         Prompts are computed only as far ahead as their samples can start: a queue of prompts that took all pages would
         leave none for the sequences that should decode together.
         """
-        room = self._max_running - len(self.running)
+        room = self.max_running - len(self.running)
         chosen = [p for p in list(self._interrupted)[: max(0, room)] if p.logits is None]
         room = min(room - len(chosen), self.budget.free)
         for prompt in self._prompts:
@@ -321,7 +322,7 @@ class Scheduler:
 
     def _can_start(self, prefix: Prefix) -> bool:
         ahead = 0 if prefix.waiting[0].tokens else len(self._interrupted)
-        if len(self.running) + ahead >= self._max_running:
+        if len(self.running) + ahead >= self.max_running:
             return False
         return self._hands_over(prefix) or self.budget.free >= (1 if prefix.length % PAGE else 0)
 

@@ -116,7 +116,12 @@ METRICS: Mapping[str, str] = {
     "time/wait_s": "time in which the learner waited for a batch",
     "time/step_s": "wall time of the step: waiting, learning, publishing",
     "throughput/tokens_per_s": "consumed tokens per second of wall time",
-    "utilisation/<role>": "share of the step's wall time in which the role computed: generator, learner, verifier",
+    "utilisation/<role>": "share of the step's wall time in which the role computed: generator, learner, verifier; "
+    "with several replicas also of each, as `generator_0`",
+    "bubble/<replica>": "share of the time in which a replica (`generator_0`) rested although requests waited for room",
+    "throughput/<replica>_tokens_per_s": "tokens that a replica sampled per second of wall time",
+    "generator/replicas": "replicas that belonged to the run at the end of the step",
+    "generator/reissued": "requests issued again since the start, because their replica was lost or gave them back",
     "memory/peak_mb": "peak memory of the main process so far, in MiB",
     "integrity/duplicate_share": "share of completions whose text, white space apart, was also given to another prompt",
     "integrity/reward_length_correlation": "correlation of reward and length over the batch's completions",
