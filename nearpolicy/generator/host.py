@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -47,7 +48,8 @@ class Host:
         """``replicas``: each is made with what takes its events."""
         self.name = name
         self.num_replicas = len(replicas)
-        self._events: deque[tuple[int, str, Mapping[str, Any]]] = deque(maxlen=EVENTS_AT_MOST)
+        self._events: deque[tuple[float, int, str, dict[str, Any]]] = deque(maxlen=EVENTS_AT_MOST)
+        """With the time of each, by this machine's clock."""
         self.replicas = [make(self._sink(place)) for place, make in enumerate(replicas)]
         self._poll_s = poll_s
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -94,7 +96,9 @@ class Host:
             self._require_whole()  # what ended before the error is told before it
         if self._error is not None:
             self._news.set()
-        events = [self._events.popleft() for _ in range(len(self._events))]
+        told = [self._events.popleft() for _ in range(len(self._events))]
+        sent = time.monotonic()
+        events = [(place, kind, fields | {"ago": sent - at}) for at, place, kind, fields in told]
         loads = {place: replica.workload() for place, replica in enumerate(self.replicas)}
         return Told(completions=done, loads=loads, events=events)
 
@@ -152,7 +156,7 @@ class Host:
 
     def _sink(self, place: int) -> OnEvent:
         def take(kind: str, **fields: Any) -> None:
-            self._events.append((place, kind, fields))
+            self._events.append((time.monotonic(), place, kind, fields))
 
         return take
 

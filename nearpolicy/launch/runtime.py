@@ -71,8 +71,12 @@ class Runtime(Protocol):
         """MiB by owner, of what is held for the whole run."""
         ...
 
+    async def stop(self) -> None:
+        """Ends generator and learner, and changes nothing the second time."""
+        ...
+
     async def close(self) -> None:
-        """Ends what has been started, and changes nothing the second time."""
+        """Ends what else has been started."""
         ...
 
 
@@ -139,6 +143,9 @@ class InlineRuntime:
         return build.engine_memory(self._engine.engine) | build.learner_memory(self._learner.inner)
 
     async def close(self) -> None:
+        await self.stop()
+
+    async def stop(self) -> None:
         learner, engine, self._learner, self._engine = self._learner, self._engine, None, None
         if learner is not None:
             learner.close()

@@ -233,7 +233,7 @@ class Session:
         from nearpolicy.launch import build
 
         config, tell = self.config, self.telemetry.event
-        closing.push_async_callback(self.runtime.close)  # before the records, which the roles tell
+        closing.push_async_callback(self.runtime.stop)  # before the records, which the roles tell
         await self.runtime.start(tell)
         self.generator, self.learner = self.runtime.generator, self.runtime.learner
         self.publisher = self.runtime.publisher

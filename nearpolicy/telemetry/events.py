@@ -138,8 +138,9 @@ class Recorder:
         now = self.now()
         return {role: (kind, now - end) for role, (kind, end) in self._last.copy().items()}
 
-    def event(self, role: str, kind: str, **fields: Any) -> None:
-        """One entry of the time line, now; with ``seconds``, one that ends now and began so long ago.
+    def event(self, role: str, kind: str, *, ago: float = 0.0, **fields: Any) -> None:
+        """One entry of the time line, now, or that was so many seconds ``ago`` (told by somebody else's clock); with
+        ``seconds``, one that ends then and began so long before.
 
         Fields of `Event` go there, everything else into its numbers (see `EVENT_KINDS`).
         """
@@ -147,7 +148,7 @@ class Recorder:
             raise ValueError(f"{role} tells an event of kind {kind!r}; known kinds: {', '.join(EVENT_KINDS)}")
         own = {name: fields.pop(name) for name in _EVENT_FIELDS if name in fields}
         own = {name: value for name, value in own.items() if value is not None}
-        end = self.now()
+        end = self.now() - ago
         self._last[role] = (kind, end)
         with self._lock:
             if kind in BUSY_KINDS:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from nearpolicy.errors import ConfigError, described
 from nearpolicy.launch.config import RuntimeConfig
+from nearpolicy.launch.ray.hosts import Process
 from nearpolicy.machine import num_cores
 from nearpolicy.waits import waiting
 
@@ -72,7 +73,7 @@ class Cluster:
             )
 
     async def make_room(self, bundles: Sequence[Resources]) -> None:
-        """One bundle for each actor, in the order of `actor`'s ``place``."""
+        """One bundle for each actor, in the order of `process`'s ``place``."""
         from ray.util.placement_group import placement_group
 
         self._group = placement_group([dict(bundle) for bundle in bundles], strategy="PACK")
@@ -87,23 +88,21 @@ class Cluster:
         left = " and ".join(f"{amount:g} {name}" for name, amount in sorted(free.items())) or "nothing"
         return f"free at the moment: {left}. Other runs hold the rest, or no node has one bundle's share by itself"
 
-    def actor(self, kind: type, place: int, *arguments: Any, **options: Any) -> Any:
-        """A ``kind`` of host in its bundle. It is not started again by Ray: who comes back must first show its
-        weights."""
+    def process(self, place: int) -> Any:
+        """An actor in its bundle. Ray does not start it again: who comes back must first show its weights."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         bundle = self._group.bundle_specs[place]
         made = (
-            ray.remote(kind)
+            ray.remote(Process)
             .options(
                 num_cpus=bundle.get("CPU", 0.0),
                 num_gpus=bundle.get("GPU", 0.0),
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place),
-                **options,
             )
-            .remote(*arguments)
+            .remote()
         )
         self._actors.append(made)
         return made
@@ -147,7 +146,8 @@ def imported_ray() -> Any:
 
 
 async def _init(ray: Any, config: RuntimeConfig, needed: Resources) -> None:
-    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    quiet: dict[str, Any] = {"configure_logging": False, "log_to_driver": False}
+    logging.getLogger("ray").setLevel(logging.ERROR)
     if config.address is None:
         cores = max(num_cores(), int(-(-needed.get("CPU", 0) // 1)))  # one machine may run more roles than it has cores
         await asyncio.to_thread(

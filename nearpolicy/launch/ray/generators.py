@@ -20,28 +20,28 @@ class GeneratorMember:
         self._capabilities = capabilities
 
     async def submit_many(self, placed: Sequence[Placed]) -> None:
-        await self.actor.submit_many.remote(placed)
+        await self.actor.do.remote("submit_many", placed)
 
     async def abort_many(self, tickets: Sequence[int]) -> None:
-        await self.actor.abort_many.remote(tickets)
+        await self.actor.do.remote("abort_many", tickets)
 
     async def collect(self, spacing_s: float) -> Told:
-        return await self.actor.collect.remote(spacing_s)
+        return await self.actor.do.remote("collect", spacing_s)
 
     async def pause(self) -> None:
-        await self.actor.pause.remote()
+        await self.actor.do.remote("pause")
 
     async def resume(self) -> None:
-        await self.actor.resume.remote()
+        await self.actor.do.remote("resume")
 
     async def load(self, weights: Weights) -> Mapping[str, str]:
         assert isinstance(weights, Offered)
         [parcel] = weights.parcel
         plain = Weights(record=weights.record, tensors={}, digests=weights.digests)
-        return (await self.actor.take.remote(plain, parcel)).result()
+        return (await self.actor.do.remote("take", plain, parcel)).result()
 
     def capabilities(self) -> Capabilities:
         return self._capabilities
 
     async def examine(self, look: Callable[..., Any]) -> Any:
-        return (await self.actor.examine.remote(look)).result()
+        return (await self.actor.do.remote("examine", look)).result()

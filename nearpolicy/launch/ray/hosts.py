@@ -1,5 +1,8 @@
 """What runs inside an actor: plain classes, each with one role of a run. Nothing here knows Ray but the way weights go.
 
+    Process   the actor: becomes a host, and passes calls on to it
+    hosts     their coroutines run on the actor's event loop, everything else on one thread, call by call
+
 An actor's process loads torch when it is told to load a model, after the settings that must stand before.
 """
 
@@ -7,13 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nearpolicy.config import RunConfig
 from nearpolicy.launch.ray.calls import Answer, Diary, Events, Place, answered, failure, here
+from nearpolicy.launch.ray.learner import without_segments
 from nearpolicy.machine import prepare_environment
 from nearpolicy.roles import Placed, Told, Weights
 
@@ -21,7 +28,7 @@ if TYPE_CHECKING:
     from nearpolicy.generator.host import Host
     from nearpolicy.launch.build import EngineParts, FitModel, Words
     from nearpolicy.learner.step import PolicyLearner
-    from nearpolicy.records import Batch, Row
+    from nearpolicy.records import Batch, Row, StepReport
     from nearpolicy.verifier.service import VerifierService
 
 
@@ -39,11 +46,43 @@ class Loaded:
     said: tuple[str, ...]
 
 
+class Process:
+    """An actor before and after it has become something: `become` a host, `do` what it can, `rest` without it."""
+
+    def __init__(self) -> None:
+        prepare_environment()
+        self._host: Any = None
+        self._thread: ThreadPoolExecutor | None = None
+
+    async def here(self) -> Place:
+        return here()
+
+    async def become(self, kind: type, *arguments: Any) -> None:
+        await self.rest()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=kind.__name__)
+        self._host = kind(*arguments)
+
+    async def do(self, verb: str, *arguments: Any) -> Any:
+        call = getattr(self._host, verb)
+        if inspect.iscoroutinefunction(call):
+            return await call(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
+
+    async def rest(self) -> None:
+        """Give up the host, and what it holds."""
+        host, thread, self._host, self._thread = self._host, self._thread, None, None
+        if host is not None and hasattr(host, "close"):
+            await host.close()
+        if thread is not None:
+            thread.shutdown(wait=False)
+        del host
+        gc.collect()
+
+
 class _Role:
     """A model of the recipe, loaded and probed."""
 
     def __init__(self, config: RunConfig) -> None:
-        prepare_environment()
         self._config = config
         self._diary = Diary()
         self._said: list[str] = []
@@ -68,7 +107,7 @@ class _Role:
 
 
 class GeneratorHost(_Role):
-    """An engine on its thread; an async actor."""
+    """An engine on its thread."""
 
     def __init__(self, config: RunConfig, name: str) -> None:
         super().__init__(config)
@@ -76,10 +115,7 @@ class GeneratorHost(_Role):
         self._engine: EngineParts | None = None
         self._host: Host | None = None
 
-    async def here(self) -> Place:
-        return here()
-
-    async def load_model(self) -> Answer:
+    def load_model(self) -> Answer:
         return answered(self._load)
 
     async def start(self, mode: str, numerics: Any) -> Answer:
@@ -135,9 +171,13 @@ class GeneratorHost(_Role):
 
         return build.engine_memory(self._engine.engine)
 
+    async def close(self) -> None:
+        if self._host is not None:
+            self._host.close()
+
 
 class LearnerHost(_Role):
-    """A rank of the learner. Its calls come one after the other, in one thread."""
+    """A rank of the learner."""
 
     def __init__(self, config: RunConfig, rank: int, size: int) -> None:
         super().__init__(config)
@@ -146,9 +186,6 @@ class LearnerHost(_Role):
         self._learner: PolicyLearner | None = None
         self._ahead: tuple[Row, ...] = ()
         """What has come of the next batch."""
-
-    def here(self) -> Place:
-        return here()
 
     def load_model(self) -> Answer:
         return answered(self._load)
@@ -180,7 +217,11 @@ class LearnerHost(_Role):
     def step(self, batch: Batch) -> Answer:
         """``batch``: without the rows that `learn_ahead` has had."""
         rows, self._ahead = (*self._ahead, *batch.rows), ()
-        return self._answered(self._learner.step, replace(batch, rows=rows))
+        return self._answered(self._step, replace(batch, rows=rows))
+
+    def _step(self, batch: Batch) -> StepReport:
+        report = self._learner.step(batch)
+        return replace(report, rows=without_segments(report.rows))
 
     def state(self) -> Answer:
         return self._answered(lambda: None)
@@ -255,7 +296,7 @@ class Judged:
 
 
 class VerifierHost:
-    """A verifier and its worker processes; an async actor that never loads torch."""
+    """A verifier and its worker processes; never loads torch."""
 
     POLL_S = 1.0
     """How long `collect` waits for a verdict."""

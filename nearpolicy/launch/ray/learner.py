@@ -38,6 +38,19 @@ class Offered(Weights):
         return self.num_bytes
 
 
+def without_segments(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """For the way back to who has them."""
+    return tuple(replace(row, segment=None) for row in rows)
+
+
+def with_segments(rows: Sequence[Row], known: Sequence[Row]) -> tuple[Row, ...]:
+    """``rows`` with the segments, the same objects, of the ``known`` rows that they came from."""
+    left: dict[tuple[int, int, bool], list[Row]] = {}
+    for row in reversed(known):
+        left.setdefault((row.group, row.sample, row.replayed), []).append(row)
+    return tuple(replace(row, segment=left[row.group, row.sample, row.replayed].pop().segment) for row in rows)
+
+
 class LearnerRanks:
     """Implements `nearpolicy.launch.places.LearnerPlace`."""
 
@@ -60,7 +73,7 @@ class LearnerRanks:
 
     async def start(self) -> None:
         self._ranks = await self._spawn()
-        self._state = (await self._ranks[0].state.remote()).state
+        self._state = (await self._ranks[0].do.remote("state")).state
 
     @property
     def is_there(self) -> bool:
@@ -81,7 +94,7 @@ class LearnerRanks:
     async def step(self, batch: Batch) -> StepReport:
         report = await self._ask("step", lambda: (replace(batch, rows=self._not_shipped(batch.rows)),))
         self._shipped = ()
-        return report
+        return replace(report, rows=with_segments(report.rows, batch.rows))
 
     def _not_shipped(self, rows: Sequence[Row]) -> tuple[Row, ...]:
         done = len(self._shipped)
@@ -101,7 +114,7 @@ class LearnerRanks:
         return await self._ask("call", lambda: (function, *arguments))
 
     async def memory(self) -> dict[str, float]:
-        return await self._ranks[0].memory.remote()
+        return await self._ranks[0].do.remote("memory")
 
     async def _ask(self, verb: str, arguments: Callable[[], tuple[Any, ...]]) -> Any:
         from ray.exceptions import RayError
@@ -123,7 +136,7 @@ class LearnerRanks:
         shared = arguments
         if len(self._ranks) > 1:  # large ones travel once
             shared = [ray.put(argument) for argument in arguments]
-        return list(await asyncio.gather(*(getattr(rank, verb).remote(*shared) for rank in self._ranks)))
+        return list(await asyncio.gather(*(rank.do.remote(verb, *shared) for rank in self._ranks)))
 
     def _taken(self, answers: Sequence[Answer]) -> Any:
         for kind, fields in answers[0].events:

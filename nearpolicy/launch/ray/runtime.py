@@ -50,7 +50,6 @@ class RayRuntime:
         self._say = say
         self._cluster: Cluster | None = None
         self._connecting = asyncio.Lock()
-        self._loaded: dict[str, Loaded] = {}
         self._generators: list[Any] = []
         self._ranks: list[Any] = []
         self._ranks_are_used = False
@@ -102,8 +101,9 @@ class RayRuntime:
     async def _spawn_verifier(self, place: int) -> Any:
         cluster = await self._connected()
         first = self._num_ranks + self._config.generator.replicas
-        actor = cluster.actor(VerifierHost, first + place, self._config, dict(self._functions))
-        await self._started(f"verifier {place}", actor.start.remote())
+        actor = cluster.process(first + place)
+        await self._started(f"verifier {place}", actor.become.remote(VerifierHost, self._config, dict(self._functions)))
+        await self._started(f"verifier {place} to start", actor.do.remote("start"))
         return actor
 
     # The model.
@@ -111,21 +111,14 @@ class RayRuntime:
     async def load(self, language: Language) -> None:
         cluster = await self._connected()
         self._language = language
-        ranks = [self._rank(cluster, rank) for rank in range(self._num_ranks)]
-        generators = [self._generator(cluster, place) for place in range(self._config.generator.replicas)]
-        named = {
-            **{_rank_name(rank): actor for rank, actor in enumerate(ranks)},
-            **{_name(place): actor for place, actor in enumerate(generators)},
-        }
+        ranks, replicas = range(self._num_ranks), range(self._config.generator.replicas)
+        self._ranks = [cluster.process(rank) for rank in ranks]
+        self._generators = [cluster.process(self._num_ranks + place) for place in replicas]
         places: Sequence[Place] = await asyncio.gather(
-            *(self._started(f"{name} to begin", actor.here.remote()) for name, actor in named.items())
+            *(self._started("an actor to begin", each.here.remote()) for each in (*self._ranks, *self._generators))
         )
         require_same_versions(places)
-        found = await asyncio.gather(
-            *(self._started(f"{name} to load the model", actor.load_model.remote()) for name, actor in named.items())
-        )
-        self._loaded = dict(zip(named, found, strict=True))
-        self._ranks, self._generators = ranks, generators
+        found = await asyncio.gather(*map(self._load_rank, ranks), *map(self._load_generator, replicas))
         for text in dict.fromkeys(text for loaded in found for text in loaded.said):
             self._say(text)
         self._settle_numerics(found)
@@ -146,11 +139,17 @@ class RayRuntime:
     def numerics(self) -> str:
         return self._mode
 
-    def _rank(self, cluster: Cluster, rank: int) -> Any:
-        return cluster.actor(LearnerHost, rank, self._config, rank, self._num_ranks)
+    async def _load_rank(self, rank: int) -> Loaded:
+        actor, host = self._ranks[rank], (LearnerHost, self._config, rank, self._num_ranks)
+        return await self._load_there(_rank_name(rank), actor, host)
 
-    def _generator(self, cluster: Cluster, place: int) -> Any:
-        return cluster.actor(GeneratorHost, self._num_ranks + place, self._config, _name(place))
+    async def _load_generator(self, place: int) -> Loaded:
+        actor, host = self._generators[place], (GeneratorHost, self._config, _name(place))
+        return await self._load_there(_name(place), actor, host)
+
+    async def _load_there(self, name: str, actor: Any, host: tuple[Any, ...]) -> Loaded:
+        await self._started(f"{name} to begin", actor.become.remote(*host))
+        return await self._started(f"{name} to load the model", actor.do.remote("load_model"))
 
     async def _started(self, what: str, answer: Any) -> Any:
         """A step of the start; `ConfigError` if it takes too long or its actor dies."""
@@ -189,15 +188,14 @@ class RayRuntime:
             self._fleet.join(member)
         self.publisher: Publisher = Publisher(
             self.learner,
-            {link.member.name: link for link in self._fleet.links},
+            list(self._fleet.links),
             timeout_s=config.sync.timeout_s,
             on_event=partial(tell, "sync"),
-            on_behind=lambda name, reason: self._say(f"{name} is behind: {reason}"),
         )
 
     async def _member(self, place: int, actor: Any) -> GeneratorMember:
         name = _name(place)
-        found = await self._started(f"{name} to start", actor.start.remote(self._mode, self._rule))
+        found = await self._started(f"{name} to start", actor.do.remote("start", self._mode, self._rule))
         return GeneratorMember(name, actor, found)
 
     def _of_fleet(self, kind: str, **fields: Any) -> None:
@@ -215,9 +213,9 @@ class RayRuntime:
         await self.publisher.remove(name)
         cluster.kill(self._generators[place])
         for _ in range(MOST_STARTS):
-            actor = self._generators[place] = self._generator(cluster, place)
+            actor = self._generators[place] = cluster.process(self._num_ranks + place)
             try:
-                await self._started(f"{name} to load the model", actor.load_model.remote())
+                await self._load_generator(place)
                 member = await self._member(place, actor)
             except (ConfigError, NearpolicyError) as error:
                 self._say(f"{name} cannot be started again: {described(error, 200)}")
@@ -235,16 +233,13 @@ class RayRuntime:
         if self._ranks_are_used:
             for actor in self._ranks:
                 cluster.kill(actor)
-            self._ranks = [self._rank(cluster, rank) for rank in range(self._num_ranks)]
-            await self._of_ranks("to load the model", lambda actor: actor.load_model.remote())
+            self._ranks = [cluster.process(rank) for rank in range(self._num_ranks)]
+            await asyncio.gather(*map(self._load_rank, range(self._num_ranks)))
         self._ranks_are_used = True
-        await self._of_ranks("to start", lambda actor: actor.start.remote(self._mode, self._rule))
+        starts = [actor.do.remote("start", self._mode, self._rule) for actor in self._ranks]
+        names = map(_rank_name, range(self._num_ranks))
+        await asyncio.gather(*(self._started(f"{n} to start", s) for n, s in zip(names, starts, strict=True)))
         return self._ranks
-
-    async def _of_ranks(self, what: str, call: Callable[[Any], Any]) -> None:
-        await asyncio.gather(
-            *(self._started(f"{_rank_name(rank)} {what}", call(actor)) for rank, actor in enumerate(self._ranks))
-        )
 
     def meter(self, language: Language, tell: Callable[..., None]) -> Meter:
         from nearpolicy.launch import build
@@ -256,17 +251,21 @@ class RayRuntime:
 
     async def memory(self) -> dict[str, float]:
         """Of the first generator and the first rank."""
-        engine, learner = await asyncio.gather(self._generators[0].memory.remote(), self.learner.memory())
+        engine, learner = await asyncio.gather(self._generators[0].do.remote("memory"), self.learner.memory())
         return engine | learner
 
-    async def close(self) -> None:
-        fleet, cluster, self._fleet, self._cluster = self._fleet, self._cluster, None, None
+    async def stop(self) -> None:
+        fleet, self._fleet = self._fleet, None
         for task in self._replacing:
             task.cancel()
         await asyncio.gather(*self._replacing, return_exceptions=True)
         if fleet is not None:
             with contextlib.suppress(Exception):
                 await fleet.close()
+
+    async def close(self) -> None:
+        await self.stop()
+        cluster, self._cluster = self._cluster, None
         if cluster is not None:
             await cluster.close()
 

@@ -81,7 +81,7 @@ class VerifierPools:
 
     async def start(self) -> None:
         actors = await asyncio.gather(*map(self._spawn, range(self._count)))
-        self._isolation = await actors[0].isolation.remote()
+        self._isolation = await actors[0].do.remote("isolation")
         for place, actor in enumerate(actors):
             self._open(place, actor)
 
@@ -95,7 +95,7 @@ class VerifierPools:
         await asyncio.gather(*self._collectors, return_exceptions=True)
         for pool in self._pools.values():
             with contextlib.suppress(Exception):
-                await pool.actor.close.remote()
+                await pool.actor.do.remote("close")
         self._pools.clear()
 
     async def score(self, prompt: Prompt, rollout: Rollout, *, admission: int | None = None) -> Mapping[str, Verdict]:
@@ -126,7 +126,9 @@ class VerifierPools:
             tickets, pool.outbox = pool.outbox, []
             cases = [(t, pool.cases[t]) for t in tickets if t in pool.cases]
             if cases:
-                pool.actor.score_many.remote([(t, case.prompt, case.rollout, case.admission) for t, case in cases])
+                pool.actor.do.remote(
+                    "score_many", [(t, case.prompt, case.rollout, case.admission) for t, case in cases]
+                )
 
     async def _collect(self, place: int) -> None:
         from ray.exceptions import RayError
@@ -134,7 +136,7 @@ class VerifierPools:
         pool = self._pools[place]
         while True:
             try:
-                told = await pool.actor.collect.remote()
+                told = await pool.actor.do.remote("collect")
             except RayError as error:
                 await self._lost(place, error)
                 return
