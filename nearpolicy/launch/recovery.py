@@ -80,7 +80,7 @@ class Recovery:
             anew=anew, begun=begun,
         )  # fmt: skip
         self.say(
-            f"taken up at step {steps}: {'the beginning' if not started else f'checkpoint step-{started}'}, "
+            f"taken up at step {steps}: {_where(started)}, "
             f"{count(steps - started, 'recorded step')} learned again; {count(len(found.ready), 'group')} wait for a "
             f"step, {count(begun, 'group')} go on from what was sampled, {count(anew, 'group')} begin anew"
         )
@@ -122,6 +122,25 @@ class Recovery:
             f"{count(len(stale) + len(of_other_bits), 'group')} that waited for a step began anew"
         )
         return True
+
+    async def bring_back(self, version: int) -> None:
+        """A learner that was lost and has the initial weights now, to where it was. Nothing is published: generators
+        hold what they had. `RunFolderError` if it does not come back to the same bits, since what was sampled in the
+        meantime is of other weights then: a resume sorts that out."""
+        begin = time.monotonic()
+        self.store.flush()
+        with RunReader(self.folder.path) as run:
+            lineages, counting = run.lineages, {r.version: r for r in run.versions() if r.version <= version}
+        await self._settle_warm_start()
+        started = await self._load_checkpoint(version, counting)
+        if started is None and not self._warm_first:
+            await self.warm_start()
+        await self._learn_again(version, lineages, counting, logged=range(version), publish=None)
+        self.telemetry.event(
+            "learner", "resume", seconds=time.monotonic() - begin, version=version, step=version,
+            checkpoint=started or 0, anew=0, begun=0,
+        )  # fmt: skip
+        self.say(f"the learner is back at step {version}, from {_where(started)}")
 
     def _set_aside_weights(self, version: int) -> None:
         """Of `run.keep_versions`."""
@@ -177,17 +196,23 @@ class Recovery:
         counting: Mapping[int, VersionRecord],
         *,
         logged: Container[int],
-        publish: int,
+        publish: int | None,
         ready: Sequence[Group] = (),
     ) -> list[Group]:
         """Recorded batches up to ``steps``; the version ``publish`` goes to the generators. Where weights come out with
         other bits than those recorded they get a lineage of their own; those of the ``ready`` groups that hold tokens
-        of the others are given back."""
+        of the others are given back. With nothing to publish other bits are a `RunFolderError`."""
         learner, stale = self.learner, []
         with RunReader(self.folder.path) as run:
             while True:
                 version = learner.version
                 if await self._differs(counting.get(version)):
+                    if publish is None:
+                        raise RunFolderError(
+                            f"version {version} learned again is not the recorded one to the bit (another kind of "
+                            "processor, or numerics that do not repeat); `nearpolicy train --resume` goes on from what "
+                            "was recorded, as a new lineage"
+                        )
                     branch = lineages.next(version, REMADE, "recorded batches learned again gave other bits")
                     stale = [group for group in ready if group.newest_version >= version]
                     self.store.branched(branch, stale)
@@ -212,7 +237,7 @@ class Recovery:
         """Whether the learner's weights are not those that were published as this version."""
         if known is None:
             return False
-        made = (await self.learner.weights(None)).record.fingerprint
+        made = await self.learner.call(_fingerprint)
         if made != known.fingerprint and not known.version:
             raise RunFolderError(
                 f"{self.folder.path} began with other weights than {self.config.model.path} holds now (fingerprints "
@@ -226,5 +251,13 @@ class Recovery:
         self.store.published(record, time.monotonic() - begin)
 
 
+def _where(started: int | None) -> str:
+    return f"checkpoint step-{started}" if started else "the beginning"
+
+
 def _set_lineage(learner: PolicyLearner, lineage: int) -> None:
     learner.lineage = lineage
+
+
+def _fingerprint(learner: PolicyLearner) -> str:
+    return learner.weights(None).record.fingerprint

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -64,6 +64,10 @@ class Runtime(Protocol):
         ...
 
     async def start(self, tell: OnEvent) -> None: ...
+
+    def remember(self, bring_back: Callable[[int], Awaitable[None]]) -> None:
+        """What brings a learner that was lost, and has the initial weights, back to a version."""
+        ...
 
     def meter(self, language: Language, tell: Callable[..., None]) -> Meter: ...
 
@@ -128,6 +132,9 @@ class InlineRuntime:
             adapter_only=config.sync.adapters == "adapter_only",
             on_event=partial(tell, "sync"),
         )
+
+    def remember(self, bring_back: Callable[[int], Awaitable[None]]) -> None:
+        """One that is lost here takes the run with it."""
 
     def meter(self, language: Language, tell: Callable[..., None]) -> Meter:
         from nearpolicy.launch import build

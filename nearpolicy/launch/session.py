@@ -252,6 +252,7 @@ class Session:
             self.say,
             warm_start=partial(self._warm_start, may_stop=False),
         )
+        self.runtime.remember(self.recovery.bring_back)
         self.meter = self.runtime.meter(self.language, partial(tell, "monitor"))
 
     async def _run(self) -> dict[str, Any]:

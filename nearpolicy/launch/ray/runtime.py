@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -240,6 +240,9 @@ class RayRuntime:
         names = map(_rank_name, range(self._num_ranks))
         await asyncio.gather(*(self._started(f"{n} to start", s) for n, s in zip(names, starts, strict=True)))
         return self._ranks
+
+    def remember(self, bring_back: Callable[[int], Awaitable[None]]) -> None:
+        self.learner.bring_back = bring_back
 
     def meter(self, language: Language, tell: Callable[..., None]) -> Meter:
         from nearpolicy.launch import build

@@ -124,11 +124,10 @@ class VerifierPools:
         self._unsent = None
         for pool in self._pools.values():
             tickets, pool.outbox = pool.outbox, []
-            cases = [(t, pool.cases[t]) for t in tickets if t in pool.cases]
+            cases = [(ticket, pool.cases[ticket]) for ticket in tickets if ticket in pool.cases]
             if cases:
-                pool.actor.do.remote(
-                    "score_many", [(t, case.prompt, case.rollout, case.admission) for t, case in cases]
-                )
+                sent = [(ticket, case.prompt, case.rollout, case.admission) for ticket, case in cases]
+                pool.actor.do.remote("score_many", sent)
 
     async def _collect(self, place: int) -> None:
         from ray.exceptions import RayError
