@@ -162,6 +162,18 @@ class Adapter:
     """xxh3-128 of the bytes of A and B."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Shard:
+    """The piece of a tensor that one rank of a learner holds: a box of it, possibly empty."""
+
+    tensor: torch.Tensor
+    """The piece."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    start: tuple[int, ...]
+    """Of the piece in the whole, per dimension."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Weights:
     """Weights on their way from learner to generators, under canonical Hugging Face names."""
