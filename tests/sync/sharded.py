@@ -14,7 +14,7 @@ def cut_as_fsdp2(tensors: Mapping[str, torch.Tensor], ranks: int) -> list[dict[s
     held: list[dict[str, Shard]] = [{} for _ in range(ranks)]
     for name, tensor in tensors.items():
         chunks = list(torch.chunk(tensor, ranks)) if tensor.ndim else [tensor] * ranks
-        chunks += [tensor[:0]] * (ranks - len(chunks))
+        chunks += [tensor[:0] if tensor.ndim else tensor] * (ranks - len(chunks))
         start = 0
         for rank, chunk in enumerate(chunks):
             first = (start, *(0,) * (tensor.ndim - 1)) if tensor.ndim else ()
