@@ -162,6 +162,51 @@ class Adapter:
     """xxh3-128 of the bytes of A and B."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Shard:
+    """The piece of a tensor that one rank of a learner holds: a box of it, possibly empty."""
+
+    tensor: torch.Tensor
+    """The piece."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    start: tuple[int, ...]
+    """Of the piece in the whole, per dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a shipment."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """As torch writes it."""
+    offset: int
+    """In bytes, where tensors lie one after another."""
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shipment:
+    """Where the tensors of one version are, for a receiver in another process: small, and may be pickled."""
+
+    transport: str
+    lineage: int
+    version: int
+    entries: tuple[Entry, ...]
+    digests: Mapping[str, str]
+    """xxh3-128 of the bytes of each entry."""
+    place: Any
+    """What the receiver of this transport needs to get at them."""
+    scaling: float | None = None
+    """Of an adapter; set if its factors are all that is sent, as ``NAME.lora_A`` and ``NAME.lora_B``."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Weights:
     """Weights on their way from learner to generators, under canonical Hugging Face names."""
@@ -174,10 +219,14 @@ class Weights:
     """xxh3-128 of the bytes of each tensor that the generator computes with afterwards, tied tensors once."""
     adapter: Adapter | None = None
     """Set if nothing but an adapter is trained; it is contained in `tensors` already."""
+    shipment: Shipment | None = None
+    """Set where the tensors are not here: what a receiver turns into them, in the process of the generator."""
 
     @property
     def nbytes(self) -> int:
         """Of what is sent."""
+        if self.shipment is not None:
+            return self.shipment.nbytes
         sent = list(self.tensors.values())
         if not sent and self.adapter is not None:
             sent = [factor for pair in self.adapter.factors.values() for factor in pair]

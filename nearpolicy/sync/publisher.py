@@ -1,25 +1,93 @@
 """Publishing: export with digests, load on every generator, compare what each one shows.
 
 The embedded engine compares by itself too, before it samples; here every generator is asked, whatever it is.
+
+Generators are members that may miss a version. One that fails, shows other weights or takes too long is *behind*: it is
+to get no new request (`may_sample`), and nobody waits for it. It gets the next version as all do, and the present one
+by `catch_up` where the transport still has it. A publication fails only if no member took it, so that of a single
+generator every error is the run's.
+
+    joined, or missed a version          showed the digests of the present version
+              behind   ---------------------------->   current
+                       <----------------------------
+               load failed, other digests, beyond twice timeout_s, or a newer version published without it
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
-from nearpolicy.errors import SyncError
+from nearpolicy.errors import SyncError, described
 from nearpolicy.models.weights import require_held
 from nearpolicy.records import VersionRecord
 from nearpolicy.roles import Generator, Weights
 from nearpolicy.waits import waiting
 
+FETCHED = ("shared_memory", "files")
+"""Transports whose receivers fetch a version by themselves, at any time until there is a newer one."""
+Key = tuple[int, int]
+"""Lineage and version."""
+_TO_STOP_S = 1.0
+"""How long a load that was cancelled may take to end."""
+Deliver = Callable[[Weights, Sequence[str], Sequence[str]], Awaitable[Sequence[str]]]
+"""Hands a version to these members while they load it, where a transport needs that (`Sender.deliver`)."""
+
 
 class ExportsWeights(Protocol):
     async def weights(self, record_parent: int | None) -> Weights: ...
+
+
+@dataclass(eq=False)
+class _Member:
+    """A generator, and what it has shown."""
+
+    name: str
+    generator: Generator
+    holds: Key | None = None
+    """What it has shown last; None while nobody knows."""
+    reason: str = "it has just joined"
+    """Why it does not hold the present version."""
+    late: bool = False
+    """It did not answer in time: nobody waits for it until it has."""
+    mismatch: SyncError | None = None
+    """It has shown other digests than were sent."""
+    told: bool = False
+    """That it is behind has been reported."""
+    loading: asyncio.Task[Mapping[str, str] | Exception] | None = None
+    """Its last load; ends with the digests that it has shown, or with the error."""
+
+    @property
+    def loaded(self) -> Mapping[str, str] | None:
+        """What its last load has shown; None if it failed."""
+        found = self._outcome
+        return None if isinstance(found, Exception) else found
+
+    @property
+    def error(self) -> Exception | None:
+        found = self._outcome
+        return found if isinstance(found, Exception) else self.mismatch
+
+    @property
+    def _outcome(self) -> Mapping[str, str] | Exception:
+        if not self.loading.done():
+            return SyncError(f"{self.name} can neither load nor be stopped")
+        if self.loading.cancelled():
+            return SyncError(f"{self.name} has left")
+        return self.loading.result()
+
+    def failed(self, error: Exception) -> None:
+        self.holds, self.reason = None, described(error)
+
+    async def stop(self) -> None:
+        """Give up a load that goes on; one that does not let itself be stopped is left to itself."""
+        if self.loading is not None and not self.loading.done():
+            self.loading.cancel()
+            await asyncio.wait([self.loading], timeout=_TO_STOP_S)
 
 
 class Publisher:
@@ -28,49 +96,198 @@ class Publisher:
     def __init__(
         self,
         learner: ExportsWeights,
-        generators: Sequence[Generator],
+        generators: Sequence[Generator] | Mapping[str, Generator],
         *,
         timeout_s: float,
         adapter_only: bool = False,
+        deliver: Deliver | None = None,
         on_event: Callable[..., None] | None = None,
+        on_behind: Callable[[str, str], None] | None = None,
     ) -> None:
-        """``timeout_s``: bound on each of two phases that a generator goes through: its running sequences end
+        """``generators``: by name; in a sequence they are called ``generator 0`` and so on.
+        ``timeout_s``: bound on each of two phases that a generator goes through: its running sequences end
         (``generator.on_sync`` finish), then it loads. What is watched here is both together. ``adapter_only``: of a
-        learner that trains an adapter send nothing else."""
+        learner that trains an adapter send nothing else. ``deliver``: for weights of a transport whose sender works
+        while receivers receive. ``on_behind``: told name and reason when a member falls behind."""
+        numbered = {f"generator {i}": g for i, g in enumerate(() if isinstance(generators, Mapping) else generators)}
+        named = generators if isinstance(generators, Mapping) else numbered
         self._learner = learner
-        self._generators = generators
+        self._members = {name: _Member(name, generator) for name, generator in named.items()}
         self._timeout_s = timeout_s
         self._adapter_only = adapter_only
+        self._deliver = deliver
         self._emit = on_event or (lambda *_, **__: None)
-        self._parent: int | None = None
+        self._on_behind = on_behind or (lambda *_: None)
+        self._present: Weights | None = None
+        """The last version that was published. Its tensors may have changed since."""
+        self._incoming: Key | None = None
+
+    @property
+    def behind(self) -> dict[str, str]:
+        """Members that are to get no new request, and why."""
+        return {name: member.reason for name, member in self._members.items() if not self.may_sample(name)}
+
+    def may_sample(self, name: str) -> bool:
+        """Whether a member has shown the present version, or the one that is being published."""
+        member = self._members.get(name)
+        return member is not None and member.holds is not None and member.holds in (self._now, self._incoming)
+
+    @property
+    def _now(self) -> Key | None:
+        return None if self._present is None else _key(self._present)
 
     async def publish(self) -> VersionRecord:
         begin = time.monotonic()
-        weights = await self._learner.weights(self._parent)
-        if self._adapter_only:
+        weights = await self._learner.weights(None if self._present is None else self._present.record.version)
+        if self._adapter_only and weights.shipment is None:
             weights = replace(weights, tensors={})
         size = weights.nbytes
         self._told("export", begin, weights, bytes=size)
         begin = time.monotonic()
-        shown = await asyncio.gather(*(self._load(i, weights) for i in range(len(self._generators))))
-        self._told("load", begin, weights, bytes=size)
-        begin = time.monotonic()
-        for i, digests in enumerate(shown):
-            require_held(f"generator {i}", weights.record.version, weights.digests, digests)
-        self._told("compare", begin, weights, tensors=len(weights.digests))
-        self._parent = weights.record.version
+        self._incoming = _key(weights)
+        try:
+            awaited = await self._load_all(weights)
+            if all(member.loaded is None for member in awaited):
+                raise awaited[0].error
+            self._told("load", begin, weights, bytes=size)
+            begin = time.monotonic()
+            for member in awaited:
+                self._compare(member, weights)
+            if all(member.error is not None for member in awaited):
+                raise awaited[0].error
+            self._told("compare", begin, weights, tensors=len(weights.digests))
+            self._present = replace(weights, tensors={}, adapter=None)  # the tensors are the learner's, and change
+        finally:
+            self._incoming = None
+            self._report_changes()
         return weights.record
 
-    async def _load(self, instance: int, weights: Weights) -> Mapping[str, str]:
+    async def add(self, name: str, generator: Generator) -> bool:
+        """A new member. It may sample once it has shown the present version; whether it has. If not, for instance
+        because the transport does not have that version any more, it is behind until the next publication."""
+        if name in self._members:
+            raise ValueError(f"there is a generator {name!r} already; remove it first")
+        self._members[name] = _Member(name, generator)
+        return await self.catch_up(name)
+
+    async def remove(self, name: str) -> None:
+        """A member that has left or died: it gets nothing more."""
+        member = self._members.pop(name, None)
+        if member is not None:
+            await member.stop()
+
+    async def catch_up(self, name: str) -> bool:
+        """Give a member that is behind the present version; whether it has it now. Never raises for the member."""
+        member = self._members[name]
+        if self.may_sample(name):
+            return True
+        weights = self._present
+        if weights is None:
+            member.reason = "nothing has been published yet"
+        elif weights.shipment is None or weights.shipment.transport not in FETCHED:
+            member.reason = f"version {weights.record.version} can only be had with the others; it gets the next one"
+        elif self._incoming is None:
+            await self._start(member, weights)
+            await asyncio.wait([member.loading], timeout=self._timeout_s * 2 + _TO_STOP_S)
+            self._compare(member, weights)
+        self._report_changes()
+        return self.may_sample(name)
+
+    async def close(self) -> None:
+        """Nobody is given anything any more."""
+        for member in self._members.values():
+            await member.stop()
+
+    async def _load_all(self, weights: Weights) -> list[_Member]:
+        """Have every member load; the members that were waited for, which have all ended."""
+        members = list(self._members.values())
+        if not members:
+            raise SyncError(f"there is no generator to take version {weights.record.version}")
+        for member in members:
+            await self._start(member, weights)
+        awaited = [member for member in members if not member.late] or members
+        for member in members:
+            if member not in awaited:
+                member.loading.add_done_callback(partial(self._compare_later, member, weights))
+        loads = {member.loading for member in awaited}
+        delivery = asyncio.create_task(self._delivered(weights, awaited, members))
+        try:
+            await asyncio.wait({delivery, *loads}, timeout=self._timeout_s * 2 + _TO_STOP_S)
+            if delivery.done() and delivery.exception() is not None and all(m.loaded is None for m in awaited):
+                raise delivery.exception()
+        except BaseException:
+            for member in awaited:
+                await member.stop()
+            raise
+        finally:
+            delivery.cancel()
+        for member in awaited:
+            if not member.loading.done():
+                member.late = True
+                member.failed(member.error)
+        return awaited
+
+    async def _delivered(self, weights: Weights, awaited: Sequence[_Member], members: Sequence[_Member]) -> None:
+        if self._deliver is not None and weights.shipment is not None and weights.shipment.transport not in FETCHED:
+            with waiting("publication", f"the delivery of version {weights.record.version}"):
+                await self._deliver(weights, [m.name for m in members], [m.name for m in awaited])
+
+    async def _start(self, member: _Member, weights: Weights) -> None:
+        await member.stop()
+        member.mismatch = None
+        member.loading = asyncio.create_task(self._load(member, weights))
+
+    async def _load(self, member: _Member, weights: Weights) -> Mapping[str, str] | Exception:
+        shown: Mapping[str, str] | None = None
+        late = False
         try:
             async with asyncio.timeout(self._timeout_s * 2):
-                with waiting("publication", f"generator {instance} to take version {weights.record.version}"):
-                    return await self._generators[instance].load(weights)
+                with waiting("publication", f"{member.name} to take version {weights.record.version}"):
+                    shown = await member.generator.load(weights)
         except TimeoutError:
-            raise SyncError(
-                f"generator {instance} did not take version {weights.record.version} within {self._timeout_s * 2:g} s "
+            late = True
+            error = SyncError(
+                f"{member.name} did not take version {weights.record.version} within {self._timeout_s * 2:g} s "
                 "(twice sync.timeout_s)"
-            ) from None
+            )
+        except asyncio.CancelledError:
+            if asyncio.current_task().cancelling():
+                raise
+            error = SyncError(f"{member.name} gave up its load of version {weights.record.version}")
+        except Exception as raised:
+            error = raised
+        if member.loading is asyncio.current_task():  # not one that could not be stopped
+            member.late = late
+            if shown is None:
+                member.failed(error)  # at once: others may go on loading for long
+        return error if shown is None else shown
+
+    def _compare(self, member: _Member, weights: Weights) -> None:
+        if member.loaded is None:
+            return
+        try:
+            require_held(member.name, weights.record.version, weights.digests, member.loaded)
+            member.holds = _key(weights)
+        except SyncError as error:
+            member.mismatch = error
+            member.failed(error)
+
+    def _compare_later(self, member: _Member, weights: Weights, loading: asyncio.Task[object]) -> None:
+        """Of a member that nobody waited for."""
+        if not loading.cancelled() and loading is member.loading:
+            self._compare(member, weights)
+            self._report_changes()
+
+    def _report_changes(self) -> None:
+        for member in self._members.values():
+            is_behind = not self.may_sample(member.name)
+            if is_behind and not member.told:
+                self._on_behind(member.name, member.reason)
+            member.told = is_behind
 
     def _told(self, phase: str, begin: float, weights: Weights, **numbers: float) -> None:
         self._emit(phase, seconds=time.monotonic() - begin, version=weights.record.version, **numbers)
+
+
+def _key(weights: Weights) -> Key:
+    return weights.record.lineage, weights.record.version

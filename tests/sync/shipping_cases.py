@@ -1,0 +1,55 @@
+"""What tests of transports share: weights of a version, and a receiver in another process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nearpolicy.models.weights import digests, fingerprint
+from nearpolicy.records import VersionRecord
+from nearpolicy.roles import Weights
+from nearpolicy.sync.shipping import arrived
+
+_receivers: dict[str, Any] = {}
+"""Of this process, by name."""
+
+
+def tensors_of(version: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Shapes of a model, an uneven and an empty one among them; a scalar; integers."""
+    generator = torch.Generator().manual_seed(version)
+    shapes = {"a.weight": (17, 8), "a.bias": (17,), "b.weight": (64, 33), "c.nothing": (0, 4), "d.scale": ()}
+    drawn = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    return drawn | {"e.counts": torch.arange(5) + version}
+
+
+def record_of(version: int, parts: Mapping[str, str], lineage: int = 0) -> VersionRecord:
+    return VersionRecord(
+        lineage=lineage, version=version, updates=version, fingerprint=fingerprint(parts), parent=None, digests=parts
+    )
+
+
+def weights_of(version: int, tensors: Mapping[str, Tensor] | None = None, lineage: int = 0) -> Weights:
+    tensors = tensors_of(version) if tensors is None else tensors
+    parts = digests(tensors)
+    return Weights(record=record_of(version, parts, lineage), tensors=tensors, digests=parts)
+
+
+def receiver_called(name: str, make: Any) -> Any:
+    if name not in _receivers:
+        _receivers[name] = make()
+    return _receivers[name]
+
+
+def take(name: str, make: Any, weights: Weights) -> dict[str, str]:
+    """What a generator of this process that is given ``weights`` holds then."""
+    with arrived(weights, receiver_called(name, make)) as here:
+        return digests({n: t.clone() for n, t in here.tensors.items()})
+
+
+def forget(name: str) -> None:
+    receiver = _receivers.pop(name, None)
+    if receiver is not None:
+        receiver.close()

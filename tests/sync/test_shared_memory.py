@@ -1,0 +1,212 @@
+"""Segments in shared memory: whole or refused, used again, never left behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from sharded import cut_as_fsdp2
+from shipping_cases import forget, record_of, take, tensors_of, weights_of
+
+from nearpolicy.errors import SyncError
+from nearpolicy.models.weights import digests, fingerprint
+from nearpolicy.roles import Adapter, Weights
+from nearpolicy.sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from nearpolicy.sync.shipping import arrived, ship
+
+
+@pytest.fixture
+def sender(tmp_path):
+    sender = SharedMemorySender("run/1", folder=tmp_path)
+    yield sender
+    sender.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def segments(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.suffix != ".owner")
+
+
+def test_a_generator_in_another_process_holds_what_was_sent_version_after_version(sender, helpers, tmp_path):
+    for version in range(3):
+        weights = weights_of(version)
+        sent = ship(weights, sender)
+        assert not sent.tensors and sent.nbytes == weights.nbytes
+        for helper in helpers[:2]:
+            assert helper.do(take, "shm", SharedMemoryReceiver, sent) == weights.digests
+        assert len(segments(tmp_path)) == 1  # the same one each time
+    for helper in helpers[:2]:
+        helper.do(forget, "shm")
+
+
+class Together:
+    """Ranks that are threads."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self._barrier = size, threading.Barrier(size)
+        self._values = [None] * size
+
+    def rank_of(self, rank: int):
+        together = self
+
+        class Rank:
+            size = together.size
+
+            def exchange(self, value):
+                together._values[rank] = value
+                together._barrier.wait(10)
+                found = list(together._values)
+                together._barrier.wait(10)
+                return found
+
+        peer = Rank()
+        peer.rank = rank
+        return peer
+
+
+def by_ranks(size: int, act) -> list:
+    """What ``act(rank, peers)`` gives in each of ``size`` threads, or the first error."""
+    together, found = Together(size), [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = act(rank, together.rank_of(rank))
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("wire", [None, torch.bfloat16])
+def test_each_rank_writes_its_pieces_and_the_whole_has_the_learners_digests(ranks, wire, tmp_path):
+    tensors = tensors_of(1)
+    travels = {n: t.to(wire) if wire is not None and t.is_floating_point() else t for n, t in tensors.items()}
+    held = cut_as_fsdp2(tensors, ranks)
+    unknown = Weights(record=record_of(1, {}), tensors={}, digests={})
+
+    def act(rank, peers):
+        sender = SharedMemorySender("run", peers=peers, wire=wire, folder=tmp_path)
+        for _ in range(2):  # the second time as planned before
+            sent = ship(unknown, sender, held[rank])
+        with arrived(sent, SharedMemoryReceiver()) as here:
+            shown = digests(here.tensors)
+        peers.exchange(None)
+        sender.close()
+        return shown, sent
+
+    for shown, sent in by_ranks(ranks, act):
+        assert shown == sent.digests == digests(travels)
+        assert sent.record.fingerprint == fingerprint(digests(travels))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_whose_pieces_do_not_fit_together_all_say_so(tmp_path):
+    held = cut_as_fsdp2(tensors_of(1), 2)
+    del held[1]["b.weight"]
+    unknown = Weights(record=record_of(1, {}), tensors={}, digests={})
+
+    def act(rank, peers):
+        return ship(unknown, SharedMemorySender("run", peers=peers, folder=tmp_path), held[rank])
+
+    found = by_ranks(2, act)
+    assert [type(error) for error in found] == [SyncError] * 2
+    assert all("'b.weight' [32:64, 0:33] is held by nobody" in str(error) for error in found)
+
+
+def test_a_generator_of_low_precision_gets_its_own_dtype_and_digests_over_it(tmp_path):
+    sender = SharedMemorySender("run", wire=torch.bfloat16, folder=tmp_path)
+    weights = weights_of(1)
+    sent = ship(weights, sender)
+    with arrived(sent, SharedMemoryReceiver()) as here:
+        assert here.tensors["b.weight"].dtype == torch.bfloat16 and here.tensors["e.counts"].dtype == torch.int64
+        assert digests(here.tensors) == sent.digests == here.digests
+        assert torch.equal(here.tensors["b.weight"], weights.tensors["b.weight"].bfloat16())
+    assert sent.record.fingerprint == weights.record.fingerprint
+    sender.close()
+
+
+def test_an_adapter_alone_arrives_as_an_adapter(sender):
+    a, b = torch.randn(2, 8), torch.randn(6, 2)
+    parts = (digests({"": a})[""], digests({"": b})[""])
+    adapter = Adapter(scaling=0.5, factors={"x.weight": (a, b)}, digests={"x.weight": parts})
+    held = {"x.weight": "of the merged weights", "y.weight": "too"}
+    sent = ship(Weights(record=record_of(1, held), tensors={}, digests=held, adapter=adapter), sender)
+    assert sent.adapter is None and sent.nbytes == a.nbytes + b.nbytes
+    with arrived(sent, SharedMemoryReceiver()) as here:
+        assert not here.tensors and here.digests == held
+        assert here.adapter.scaling == 0.5 and here.adapter.digests == adapter.digests
+        assert all(torch.equal(x, y) for x, y in zip(here.adapter.factors["x.weight"], (a, b), strict=True))
+
+
+def test_whoever_still_reads_a_version_keeps_it_and_the_next_goes_elsewhere(sender, tmp_path):
+    first = weights_of(1)
+    slow, sent = SharedMemoryReceiver(), ship(first, sender)
+    with arrived(sent, slow) as here:
+        again = ship(weights_of(2), sender)
+        assert digests(here.tensors) == first.digests
+        assert again.shipment.place != sent.shipment.place and len(segments(tmp_path)) == 1
+    with (
+        pytest.raises(SyncError, match="version 1 is not in shared memory any more"),
+        arrived(sent, SharedMemoryReceiver()),
+    ):
+        pass
+    with arrived(again, slow) as here:
+        assert digests(here.tensors) == weights_of(2).digests
+
+
+def test_a_version_that_was_overwritten_or_is_being_written_is_refused(sender):
+    sent = ship(weights_of(1), sender)
+    receiver = SharedMemoryReceiver()
+    with arrived(sent, receiver):
+        pass
+    ship(weights_of(2), sender)
+    with pytest.raises(SyncError, match="version 1 is not in shared memory any more"), arrived(sent, receiver):
+        pass
+    sent = ship(weights_of(3), sender)
+    sender._prepared(record_of(4, {}), sender._segment.size)  # begun, and not whole
+    with pytest.raises(SyncError, match="version 3 is not in shared memory any more"), arrived(sent, receiver):
+        pass
+    sender._segment.unlock()
+    with pytest.raises(SyncError, match="version 3 is not in shared memory any more"), arrived(sent, receiver):
+        pass
+
+
+def test_segments_of_a_killed_run_are_removed_by_the_next_and_those_of_a_living_one_stay(sender, helpers, tmp_path):
+    def leave(folder):
+        global left
+        left = SharedMemorySender("other", folder=folder)
+        ship(weights_of(1), left)
+
+    mine = ship(weights_of(1), sender)
+    helpers[0].do(leave, tmp_path)
+    assert len(segments(tmp_path)) == 2
+    SharedMemorySender("next", folder=tmp_path).close()
+    assert len(segments(tmp_path)) == 2  # both live
+    helpers[0].kill()
+    SharedMemorySender("next", folder=tmp_path).close()
+    assert segments(tmp_path) == [Path(mine.shipment.place).name]
+
+
+def test_a_full_memory_file_system_is_named_before_anything_is_written(sender, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(SyncError, match=r"weights need .* MB in .*--shm-size in a container"):
+        ship(weights_of(1), sender)
+
+
+def test_a_path_of_another_host_is_named(sender):
+    sent = ship(weights_of(1), sender)
+    Path(sent.shipment.place).unlink()
+    with pytest.raises(SyncError, match="is this the learner's host"), arrived(sent, SharedMemoryReceiver()):
+        pass
