@@ -19,10 +19,10 @@ from pydantic import Field, PositiveInt, ValidationError, field_validator, model
 from nearpolicy.errors import ConfigError, described, nearest
 from nearpolicy.evaluate.config import EvaluationConfig
 from nearpolicy.generator.config import GeneratorConfig, SamplingConfig
-from nearpolicy.launch.config import RuntimeConfig
 from nearpolicy.learner.config import CheckpointConfig, CriticConfig, LearnerConfig, WarmStartConfig
 from nearpolicy.models.config import ModelConfig
 from nearpolicy.objectives.config import ObjectiveConfig
+from nearpolicy.placement import RuntimeConfig
 from nearpolicy.recipe_keys import explain_unknown_key, other_names
 from nearpolicy.rollout_queue.config import QueueConfig
 from nearpolicy.settings import ConfigModel, PathText, Seed

@@ -79,6 +79,8 @@ class Place:
     """Where a host has come to life."""
 
     node: str
+    node_id: str
+    """Ray's name of it."""
     pid: int
     versions: dict[str, str]
 
@@ -86,9 +88,12 @@ class Place:
 def here() -> Place:
     import os
 
+    import ray
+
     installed = {name: metadata.version(name) for name in SAME_EVERYWHERE}
     versions = {"python": ".".join(map(str, sys.version_info[:3])), **installed}
-    return Place(node=platform.node(), pid=os.getpid(), versions=versions)
+    node_id = ray.get_runtime_context().get_node_id()
+    return Place(node=platform.node(), node_id=node_id, pid=os.getpid(), versions=versions)
 
 
 def require_same_versions(places: Sequence[Place]) -> None:

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from nearpolicy.errors import ConfigError, described
-from nearpolicy.launch.config import RuntimeConfig
 from nearpolicy.launch.ray.hosts import Process
 from nearpolicy.machine import num_cores
+from nearpolicy.placement import RuntimeConfig
 from nearpolicy.waits import waiting
 
 T = TypeVar("T")
@@ -26,6 +26,8 @@ Resources = Mapping[str, float]
 """CPU and GPU -> how many."""
 OBJECT_STORE_BYTES = 2 << 30
 """Of a Ray that is started here: weights on their way, and batches."""
+REST_S = 10.0
+"""What actors get at the end of a run."""
 PROBE_S = 10.0
 """For a first word from a cluster's address."""
 
@@ -119,6 +121,12 @@ class Cluster:
     async def close(self) -> None:
         import ray
 
+        resting = [asyncio.ensure_future(_done(actor.rest.remote())) for actor in self._actors]
+        if resting:  # what they share with others is given back; who does not answer is killed all the same
+            await asyncio.wait(resting, timeout=REST_S)
+            for each in resting:
+                each.cancel()
+            await asyncio.gather(*resting, return_exceptions=True)
         for actor in list(self._actors):
             self.kill(actor)
         if self._group is not None:

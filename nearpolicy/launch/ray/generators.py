@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nearpolicy.launch.ray.learner import Offered
 from nearpolicy.roles import Capabilities, Placed, Told, Weights
 
 
@@ -35,10 +34,7 @@ class GeneratorMember:
         await self.actor.do.remote("resume")
 
     async def load(self, weights: Weights) -> Mapping[str, str]:
-        assert isinstance(weights, Offered)
-        [parcel] = weights.parcel
-        plain = Weights(record=weights.record, tensors={}, digests=weights.digests)
-        return (await self.actor.do.remote("take", plain, parcel)).result()
+        return (await self.actor.do.remote("take", weights)).result()
 
     def capabilities(self) -> Capabilities:
         return self._capabilities

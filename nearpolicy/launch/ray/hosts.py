@@ -1,4 +1,4 @@
-"""What runs inside an actor: plain classes, each with one role of a run. Nothing here knows Ray but the way weights go.
+"""What runs inside an actor: plain classes, each with one role of a run. Nothing here knows Ray.
 
     Process   the actor: becomes a host, and passes calls on to it
     hosts     their coroutines run on the actor's event loop, everything else on one thread, call by call
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from nearpolicy.launch.build import EngineParts, FitModel, Words
     from nearpolicy.learner.step import PolicyLearner
     from nearpolicy.records import Batch, Row, StepReport
+    from nearpolicy.sync.shipping import Receiver, Sender
     from nearpolicy.verifier.service import VerifierService
 
 
@@ -114,6 +115,7 @@ class GeneratorHost(_Role):
         self._name = name
         self._engine: EngineParts | None = None
         self._host: Host | None = None
+        self._receivers: dict[str, Receiver] = {}
 
     def load_model(self) -> Answer:
         return answered(self._load)
@@ -153,10 +155,21 @@ class GeneratorHost(_Role):
     async def resume(self) -> None:
         await self._host.resume()
 
-    async def take(self, weights: Weights, parcel: Any) -> Answer:
-        """``parcel``: what `parcel_of` made; Ray has brought it here."""
+    async def take(self, weights: Weights) -> Answer:
+        """Weights that a learner has shipped."""
+        from nearpolicy.launch.ray.transports import receiver_of
+        from nearpolicy.sync.shipping import arrived
+
+        transport = weights.shipment.transport
         try:
-            return Answer(value=await self._host.load(opened(weights, parcel)))
+            if transport not in self._receivers:
+                self._receivers[transport] = receiver_of(transport, self._config)
+            receiving = arrived(weights, self._receivers[transport])
+            whole = await asyncio.to_thread(receiving.__enter__)
+            try:
+                return Answer(value=await self._host.load(whole))
+            finally:
+                receiving.__exit__(None, None, None)
         except Exception as error:
             return failure(error)
 
@@ -174,6 +187,8 @@ class GeneratorHost(_Role):
     async def close(self) -> None:
         if self._host is not None:
             self._host.close()
+        for receiver in self._receivers.values():
+            receiver.close()
 
 
 class LearnerHost(_Role):
@@ -184,15 +199,18 @@ class LearnerHost(_Role):
         self._rank = rank
         self._size = size
         self._learner: PolicyLearner | None = None
+        self._sender: Sender | None = None
         self._ahead: tuple[Row, ...] = ()
         """What has come of the next batch."""
 
     def load_model(self) -> Answer:
         return answered(self._load)
 
-    def start(self, mode: str, numerics: Any) -> Answer:
+    def start(self, mode: str, numerics: Any, transport: str) -> Answer:
         from nearpolicy.launch import build
+        from nearpolicy.launch.ray.transports import sender_of
 
+        self._sender = sender_of(transport, self._config)
         self._model = None  # what was probed is not needed again
         threads = max(1, int(self._config.runtime.cpus_per_learner))
         make = partial(build.make_ranked_learner, self._config, self._words, numerics)
@@ -227,23 +245,25 @@ class LearnerHost(_Role):
         return self._answered(lambda: None)
 
     def weights(self, parent: int | None) -> Answer:
-        """The weights without their tensors, and a reference to those, which stay in Ray's store of this node."""
-        return self._answered(self._packed, parent)
+        """The weights without their tensors, which are on their way."""
+        return self._answered(self._shipped, parent)
 
-    def _packed(self, parent: int | None) -> tuple[Weights, int, list[Any]]:
-        import ray
+    def _shipped(self, parent: int | None) -> Weights:
+        from nearpolicy.sync.shipping import ship
 
         weights = self._learner.weights(parent)
         if self._config.sync.adapters == "adapter_only":
             weights = replace(weights, tensors={})
-        num_bytes = weights.nbytes
-        parcel = [ray.put(parcel_of(weights))] if self._rank == 0 else []
-        return replace(weights, tensors={}, adapter=None), num_bytes, parcel
+        return ship(weights, self._sender)
 
     def memory(self) -> dict[str, float]:
         from nearpolicy.launch import build
 
         return build.learner_memory(self._learner)
+
+    async def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
 
     def _answered(self, call: Callable[..., Any], *arguments: Any) -> Answer:
         answer = answered(call, *arguments)
@@ -251,38 +271,6 @@ class LearnerHost(_Role):
         if learner is not None:
             state = {"version": learner.version, "can_learn_ahead": learner.can_learn_ahead}
         return replace(answer, events=self._diary.take(), state=state)
-
-
-def parcel_of(weights: Weights) -> dict[str, Any]:
-    """Tensors as arrays of bytes, which travel without being copied into a pickle."""
-    import torch
-
-    def plain(tensor: torch.Tensor) -> tuple[Any, str, tuple[int, ...]]:
-        whole = tensor.detach().cpu().contiguous()
-        return whole.view(-1).view(torch.uint8).numpy(), str(whole.dtype).removeprefix("torch."), tuple(whole.shape)
-
-    adapter = weights.adapter if not weights.tensors else None
-    return {
-        "tensors": {name: plain(tensor) for name, tensor in weights.tensors.items()},
-        "adapter": adapter
-        and replace(adapter, factors={n: tuple(map(plain, ab)) for n, ab in adapter.factors.items()}),
-    }
-
-
-def opened(weights: Weights, parcel: Mapping[str, Any]) -> Weights:
-    """What `parcel_of` packed."""
-    import torch
-
-    def tensor(array: Any, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-        if not array.size:
-            return torch.empty(shape, dtype=getattr(torch, dtype))
-        return torch.frombuffer(memoryview(array), dtype=getattr(torch, dtype)).view(shape)
-
-    adapter = parcel["adapter"]
-    if adapter is not None:
-        factors = {name: tuple(tensor(*each) for each in ab) for name, ab in adapter.factors.items()}
-        adapter = replace(adapter, factors=factors)
-    return replace(weights, tensors={n: tensor(*each) for n, each in parcel["tensors"].items()}, adapter=adapter)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from nearpolicy.errors import NearpolicyError, described
@@ -23,19 +23,6 @@ MOST_LOSSES = 3
 
 class LearnerLost(NearpolicyError):
     """Ranks of the learner have died, and there is no way back in this process; `nearpolicy train --resume` has one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Offered(Weights):
-    """Weights whose tensors lie somewhere else."""
-
-    parcel: Sequence[Any]
-    """A reference to them, as `hosts.parcel_of` packed them."""
-    num_bytes: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.num_bytes
 
 
 def without_segments(rows: Sequence[Row]) -> tuple[Row, ...]:
@@ -103,8 +90,7 @@ class LearnerRanks:
         return tuple(rows[done:])
 
     async def weights(self, record_parent: int | None) -> Weights:
-        weights, num_bytes, parcel = await self._ask("weights", lambda: (record_parent,))
-        return Offered(record=weights.record, tensors={}, digests=weights.digests, parcel=parcel, num_bytes=num_bytes)
+        return await self._ask("weights", lambda: (record_parent,))
 
     async def begin_anew(self) -> None:
         self._state, self._shipped = {}, ()

@@ -25,6 +25,7 @@ from nearpolicy.launch.ray.cluster import Cluster, Resources
 from nearpolicy.launch.ray.generators import GeneratorMember
 from nearpolicy.launch.ray.hosts import GeneratorHost, LearnerHost, Loaded, VerifierHost
 from nearpolicy.launch.ray.learner import LearnerRanks
+from nearpolicy.launch.ray.transports import chosen
 from nearpolicy.launch.ray.verifiers import VerifierPools
 from nearpolicy.launch.runtime import Functions, RunVerifier, Say
 from nearpolicy.verifier.service import OnEvent, VerifierService
@@ -118,6 +119,7 @@ class RayRuntime:
             *(self._started("an actor to begin", each.here.remote()) for each in (*self._ranks, *self._generators))
         )
         require_same_versions(places)
+        self._transport = chosen(self._config, places)
         found = await asyncio.gather(*map(self._load_rank, ranks), *map(self._load_generator, replicas))
         for text in dict.fromkeys(text for loaded in found for text in loaded.said):
             self._say(text)
@@ -188,9 +190,10 @@ class RayRuntime:
             self._fleet.join(member)
         self.publisher: Publisher = Publisher(
             self.learner,
-            list(self._fleet.links),
+            {link.member.name: link for link in self._fleet.links},
             timeout_s=config.sync.timeout_s,
             on_event=partial(tell, "sync"),
+            on_behind=lambda name, reason: self._say(f"{name} is behind: {reason}"),
         )
 
     async def _member(self, place: int, actor: Any) -> GeneratorMember:
@@ -236,7 +239,7 @@ class RayRuntime:
             self._ranks = [cluster.process(rank) for rank in range(self._num_ranks)]
             await asyncio.gather(*map(self._load_rank, range(self._num_ranks)))
         self._ranks_are_used = True
-        starts = [actor.do.remote("start", self._mode, self._rule) for actor in self._ranks]
+        starts = [actor.do.remote("start", self._mode, self._rule, self._transport) for actor in self._ranks]
         names = map(_rank_name, range(self._num_ranks))
         await asyncio.gather(*(self._started(f"{n} to start", s) for n, s in zip(names, starts, strict=True)))
         return self._ranks
