@@ -43,6 +43,8 @@ LONGEST_RECIPE = 1_000_000
 """Bytes."""
 MOST_VALUES = 20_000
 """Values in a recipe, those that an alias repeats counted each time."""
+IN_A_WORD = {"runtime": "kind"}
+"""Section -> the key that is meant where it is a word."""
 DEEPEST = 40
 """Levels of mappings and lists in a recipe."""
 HALF_CHARACTER = re.compile("[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]")
@@ -642,8 +644,9 @@ def _apply_override(data: dict[str, Any], override: str, origins: _Origins) -> N
             node[part] = value
         else:
             inside = node[part] if isinstance(node, list) else node.get(part)
-            if not isinstance(inside, (dict, list)):
-                inside = node[part] = {}
+            if not isinstance(inside, (dict, list)):  # what one word says is one of its keys
+                key = IN_A_WORD.get(".".join(map(str, path[: depth + 1]))) if isinstance(inside, str) else None
+                inside = node[part] = {} if key is None else {key: inside}
             node = inside
     origins.overridden(tuple(path), override)
 

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import gc
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -58,8 +59,11 @@ class Process:
     async def here(self) -> Place:
         return here()
 
-    async def become(self, kind: type, *arguments: Any) -> None:
+    async def become(self, folder: str, kind: type, *arguments: Any) -> None:
+        """``folder``: that the recipe's relative paths begin in, where it exists on this node."""
         await self.rest()
+        with contextlib.suppress(OSError):
+            os.chdir(folder)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=kind.__name__)
         self._host = kind(*arguments)
 

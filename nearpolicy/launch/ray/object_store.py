@@ -52,8 +52,8 @@ class ObjectStoreSender:
     def _digested(self, record: VersionRecord, shards: Mapping[str, Shard]) -> dict[str, str]:
         if self._peers.size > 1:
             raise SyncError(
-                f"version {record.version} travels in another dtype than ranks of a learner hold, and nobody can digest "
-                "the whole of it; use sync.transport=shared_memory or files, or the learner's dtype"
+                f"version {record.version} travels in another dtype than ranks of a learner hold, and nobody can "
+                "digest the whole of it; use sync.transport=shared_memory or files, or the learner's dtype"
             )
         tensors = {name: shard.tensor for name, shard in shards.items()}
         return digests_of({n: t.to(self._wire) if t.is_floating_point() else t for n, t in tensors.items()})

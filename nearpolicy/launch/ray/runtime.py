@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -49,6 +50,7 @@ class RayRuntime:
         self._config = config
         self._functions = functions
         self._say = say
+        self._folder = os.getcwd()
         self._cluster: Cluster | None = None
         self._connecting = asyncio.Lock()
         self._generators: list[Any] = []
@@ -91,19 +93,21 @@ class RayRuntime:
         rewards = {task.name: task.rewards for task in self._config.tasks}
         if not self._config.runtime.verifiers:
             return VerifierService(rewards, self._config.verifier, at_hand=self._functions, on_event=tell)
-        return VerifierPools(
+        self._pools = VerifierPools(
             self._spawn_verifier,
             self._config.runtime.verifiers,
             lambda task: [reward.source for reward in rewards[task]],
             tell,
             self._say,
         )
+        return self._pools
 
     async def _spawn_verifier(self, place: int) -> Any:
         cluster = await self._connected()
         first = self._num_ranks + self._config.generator.replicas
         actor = cluster.process(first + place)
-        await self._started(f"verifier {place}", actor.become.remote(VerifierHost, self._config, dict(self._functions)))
+        host = VerifierHost, self._config, dict(self._functions)
+        await self._started(f"verifier {place} to begin", actor.become.remote(self._folder, *host))
         await self._started(f"verifier {place} to start", actor.do.remote("start"))
         return actor
 
@@ -150,7 +154,7 @@ class RayRuntime:
         return await self._load_there(_name(place), actor, host)
 
     async def _load_there(self, name: str, actor: Any, host: tuple[Any, ...]) -> Loaded:
-        await self._started(f"{name} to begin", actor.become.remote(*host))
+        await self._started(f"{name} to begin", actor.become.remote(self._folder, *host))
         return await self._started(f"{name} to load the model", actor.do.remote("load_model"))
 
     async def _started(self, what: str, answer: Any) -> Any:

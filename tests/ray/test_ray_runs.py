@@ -1,0 +1,126 @@
+"""Whole runs with every role in an actor: the weights of a run in one process, whoever dies on the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nearpolicy.config import config_from_dict
+from nearpolicy.launch.session import Session, run_session
+from nearpolicy.records import Fate
+from nearpolicy.store.reader import RunReader
+
+REWARD = "def judge(completions, **_):\n    return [float(sum(map(ord, c)) % 7) for c in completions]\n"
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16,
+}  # fmt: skip
+RECIPE = {
+    "run": {"steps": 3},
+    "model": {"path": "random:llama", "init": SIZES},
+    "tasks": [
+        {
+            "name": "copy",
+            "source": {
+                "kind": "reasoning_gym",
+                "dataset": "chain_sum",
+                "params": {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2},
+                "size": 100,
+            },
+            "template": "copy {answer}:",
+            "chat": False,
+            "rewards": [{"kind": "function", "path": "rewards.py:judge"}],
+        }
+    ],
+    "sampling": {"num_generations": 4, "max_completion_length": 8, "max_prompt_length": 16},
+    "queue": {"prompts_per_step": 4, "max_staleness": 0},
+    "learner": {"learning_rate": 1e-3, "max_tokens_per_microbatch": 64},
+    "verifier": {"workers": 1},
+}
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("rewards.py").write_text(REWARD)
+
+
+def train(folder: str, *settings: str, on_step=None, said: list[str] | None = None) -> Session:
+    config = config_from_dict(RECIPE, where="test", overrides=[f"run.dir={folder}", *settings])
+    session = Session(config=config, say=(said if said is not None else []).append)
+    session.on_step = (lambda step, metrics: on_step(session, step)) if on_step else None
+    run_session(session)
+    return session
+
+
+def fingerprints(folder: str) -> list[str]:
+    with RunReader(Path(folder)) as run:
+        return [record.fingerprint for record in run.versions()]
+
+
+def sampled(folder: str) -> list[list[int]]:
+    with RunReader(Path(folder)) as run:
+        return [
+            segment.token_ids.tolist()
+            for index in range(run.num_taken(3))
+            for rollout in run.group(index).rollouts
+            for segment in rollout.segments
+        ]
+
+
+def require_whole(folder: str, *, bound: int, steps: int) -> None:
+    """Nothing lost, nothing twice, nothing beyond the bound."""
+    with RunReader(Path(folder)) as run:
+        ledger = dict(run.ledger().items())
+        assert run.num_lost() == 0 and ledger.get(Fate.IN_FLIGHT, 0) == 0
+        used = [each.admission for each in run.consumption()]
+        assert len(used) == len(set(used)) and len(run.steps()) == steps
+        assert max(line["staleness/max"] for line in run.metrics() if "staleness/max" in line) <= bound
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (),
+        ("generator.replicas=2", "generator.threads=2"),
+        ("generator.replicas=3", "learner.threads=2", "runtime.verifiers=2"),
+    ],
+    ids=["one generator", "two, of two threads", "three"],
+)
+def test_generators_in_actors_give_the_tokens_and_weights_of_one_process(actors, settings):
+    train("inline")
+    train("ray", "runtime=ray", *settings)
+    assert sampled("ray") == sampled("inline")
+    assert fingerprints("ray") == fingerprints("inline")
+    require_whole("ray", bound=0, steps=3)
+
+
+def test_an_asynchronous_run_keeps_its_bound(actors):
+    train("ray", "runtime=ray", "queue.max_staleness=2", "generator.replicas=2", "generator.on_sync=continue")
+    require_whole("ray", bound=2, steps=3)
+
+
+VICTIMS = {
+    "a generator": lambda runtime: runtime._generators[1],
+    "the only rank": lambda runtime: runtime._ranks[0],
+    "a verifier": lambda runtime: runtime._pools._pools[0].actor,
+}
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_whoever_dies_the_weights_are_those_of_an_undisturbed_run(actors, victim):
+    import ray
+
+    said: list[str] = []
+
+    def kill(session: Session, step: int) -> None:
+        if step == 1:
+            ray.kill(VICTIMS[victim](session.runtime), no_restart=True)
+
+    settings = ("runtime=ray", "generator.replicas=2", "run.steps=4", "checkpoint.every=0")
+    train("whole", "run.steps=4", "checkpoint.every=0")
+    train("killed", *settings, on_step=kill, said=said)
+    assert fingerprints("killed") == fingerprints("whole")
+    require_whole("killed", bound=0, steps=4)
+    assert any("died" in text or "was lost" in text for text in said), said
