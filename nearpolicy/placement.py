@@ -25,6 +25,9 @@ class RuntimeConfig(ConfigModel):
     verifiers: NonNegativeInt = Field(1, le=10_000)
     """With `ray`: actors that hold verifiers, each with `verifier.workers` processes. 0: they run beside the
     controller."""
+    most_verifiers: NonNegativeInt | None = Field(None, le=10_000)
+    """With `ray`: as many of them as the work may ask for: arrivals per second times seconds of judging, over the
+    workers of each. Left out: always `runtime.verifiers`."""
     cpus_per_generator: float = Field(1.0, gt=0, le=1024)
     """With `ray`: processors that Ray sets aside for a generator, which computes with so many threads unless
     `generator.threads` says otherwise."""
@@ -48,6 +51,11 @@ class RuntimeConfig(ConfigModel):
                 f"{', '.join(f'runtime.{name}' for name in idle)} has no effect in one process; set runtime.kind: ray, "
                 "or leave it out"
             )
+        if self.most_verifiers is not None and not 0 < self.verifiers <= self.most_verifiers:
+            raise ValueError(
+                f"runtime.most_verifiers={self.most_verifiers} and runtime.verifiers={self.verifiers} are the two "
+                "limits on their number; the first is the larger one, and the second at least 1"
+            )
         if (self.address or "").startswith("ray://"):
             raise ValueError(
                 f"runtime.address={self.address} is that of a client, which would have all data of the run go through "
@@ -55,6 +63,11 @@ class RuntimeConfig(ConfigModel):
                 "runtime.address: auto"
             )
         return self
+
+    @property
+    def most(self) -> int:
+        """Verifiers that there may be at a time."""
+        return self.verifiers if self.most_verifiers is None else self.most_verifiers
 
     def _is_set(self, name: str) -> bool:
         return getattr(self, name) != type(self).model_fields[name].default

@@ -27,7 +27,7 @@ from nearpolicy.launch.ray.generators import GeneratorMember
 from nearpolicy.launch.ray.hosts import GeneratorHost, LearnerHost, Loaded, VerifierHost
 from nearpolicy.launch.ray.learner import LearnerRanks
 from nearpolicy.launch.ray.transports import chosen
-from nearpolicy.launch.ray.verifiers import VerifierPools
+from nearpolicy.launch.ray.verifiers import Demand, VerifierPools
 from nearpolicy.launch.runtime import Functions, RunVerifier, Say
 from nearpolicy.verifier.service import OnEvent, VerifierService
 from nearpolicy.waits import waiting
@@ -55,6 +55,7 @@ class RayRuntime:
         self._connecting = asyncio.Lock()
         self._generators: list[Any] = []
         self._ranks: list[Any] = []
+        self._verifiers: dict[int, Any] = {}
         self._ranks_are_used = False
         self._fleet: Fleet | None = None
         self._replacing: set[asyncio.Task[None]] = set()
@@ -70,7 +71,7 @@ class RayRuntime:
         kinds = [
             (self._num_ranks, runtime.cpus_per_learner, runtime.gpus_per_learner),
             (config.generator.replicas, runtime.cpus_per_generator, runtime.gpus_per_generator),
-            (runtime.verifiers, 1.0, 0.0),
+            (runtime.most, 1.0, 0.0),
         ]
         return [{"CPU": cpus, **({"GPU": gpus} if gpus else {})} for count, cpus, gpus in kinds for _ in range(count)]
 
@@ -91,11 +92,12 @@ class RayRuntime:
 
     def verifier(self, tell: OnEvent) -> RunVerifier:
         rewards = {task.name: task.rewards for task in self._config.tasks}
-        if not self._config.runtime.verifiers:
+        runtime = self._config.runtime
+        if not runtime.verifiers:
             return VerifierService(rewards, self._config.verifier, at_hand=self._functions, on_event=tell)
         self._pools = VerifierPools(
             self._spawn_verifier,
-            self._config.runtime.verifiers,
+            Demand(runtime.verifiers, runtime.most, self._config.verifier.workers),
             lambda task: [reward.source for reward in rewards[task]],
             tell,
             self._say,
@@ -105,7 +107,9 @@ class RayRuntime:
     async def _spawn_verifier(self, place: int) -> Any:
         cluster = await self._connected()
         first = self._num_ranks + self._config.generator.replicas
-        actor = cluster.process(first + place)
+        if (before := self._verifiers.pop(place, None)) is not None:
+            cluster.kill(before)
+        actor = self._verifiers[place] = cluster.process(first + place)
         host = VerifierHost, self._config, dict(self._functions)
         await self._started(f"verifier {place} to begin", actor.become.remote(self._folder, *host))
         await self._started(f"verifier {place} to start", actor.do.remote("start"))

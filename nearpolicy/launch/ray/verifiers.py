@@ -1,7 +1,9 @@
 """Verifiers in actors of their own, as one verifier: rollouts go out in bunches, verdicts come back in bunches.
 
-A rollout goes to the actor with the fewest under way. What an actor was judging when it died is judged again by another
-one, a bounded number of times; then it is a failed verdict, as any verdict that cannot be had.
+A rollout goes to the actor with the fewest under way. What an actor was judging when it died is judged again, a bounded
+number of times; then it is a failed verdict, as any that cannot be had. How many actors there are follows the work, in
+two limits: arrivals per second times seconds of judging each is how many rollouts are being judged at a time (Little's
+law), and an actor judges as many as it has workers.
 """
 
 from __future__ import annotations
@@ -9,16 +11,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nearpolicy.errors import described
+from nearpolicy.errors import VerifierError, described
 from nearpolicy.records import Prompt, Rollout, Verdict
 from nearpolicy.verifier.sandbox.ladder import Opened
+from nearpolicy.waits import waiting
 
 MOST_LOSSES = 2
 """Times that a rollout is judged anew because its actor died."""
+MOST_STARTS = 3
+"""Times that an actor is started in the place of one that died before it is given up."""
+SIZED_EVERY_S, BUSY, PATIENCE = 5.0, 0.7, 6
+"""How often the number of actors is looked at; the share of their workers that should be busy; how many looks in a row
+must find fewer enough before one is given up."""
 
 
 @dataclass(eq=False)
@@ -36,9 +46,49 @@ class _Pool:
 
     actor: Any
     cases: dict[int, _Case] = field(default_factory=dict)
+    """By ticket."""
     outbox: list[int] = field(default_factory=list)
     flips: dict[str, float] = field(default_factory=dict)
     judged: int = 0
+    collector: asyncio.Task[None] | None = None
+
+
+class Demand:
+    """How many actors the work of late asks for."""
+
+    def __init__(self, least: int, most: int, workers: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.least, self.most = least, most
+        self._workers = workers
+        self._clock = clock
+        self._since = clock()
+        self._arrived = 0
+        self._judged = 0
+        self._seconds = 0.0
+        self._fewer = 0
+
+    def arrived(self) -> None:
+        self._arrived += 1
+
+    def judged(self, seconds: float) -> None:
+        """One rollout, without the time it waited for a worker."""
+        self._judged += 1
+        self._seconds += seconds
+
+    def wanted(self, now: int) -> int:
+        """Of how many, while there are ``now``; starts the next stretch of time. More at once, fewer with patience."""
+        elapsed, self._since = self._clock() - self._since, self._clock()
+        service = self._seconds / self._judged if self._judged else 0.0
+        together = self._arrived / elapsed * service if elapsed > 0 else 0.0
+        self._arrived = self._judged = 0
+        self._seconds = 0.0
+        enough = min(self.most, max(self.least, math.ceil(together / (self._workers * BUSY))))
+        self._fewer = self._fewer + 1 if enough < now else 0
+        if enough >= now:
+            return enough
+        if self._fewer < PATIENCE:
+            return now
+        self._fewer = 0
+        return now - 1
 
 
 class VerifierPools:
@@ -47,20 +97,25 @@ class VerifierPools:
     def __init__(
         self,
         spawn: Callable[[int], Awaitable[Any]],
-        count: int,
+        demand: Demand,
         sources: Callable[[str], Sequence[str]],
         tell: Callable[..., None],
         say: Callable[[str], None],
     ) -> None:
         """``spawn``: a started actor for a place. ``sources``: of a task, what verdicts are asked for."""
         self._spawn = spawn
-        self._count = count
+        self._demand = demand
         self._sources = sources
         self._tell = tell
         self._say = say
         self._pools: dict[int, _Pool] = {}
+        """By place."""
+        self._homeless: dict[int, _Case] = {}
+        """While no actor is there."""
         self._tickets = itertools.count()
-        self._collectors: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._starting: set[int] = set()
+        """Places of actors that are not there yet."""
         self._unsent: asyncio.Handle | None = None
         self._error: Exception | None = None
         self._isolation: Opened | None = None
@@ -80,22 +135,21 @@ class VerifierPools:
         return {name: total / weights[name] for name, total in sums.items() if weights[name]}
 
     async def start(self) -> None:
-        actors = await asyncio.gather(*map(self._spawn, range(self._count)))
+        places = range(self._demand.least)
+        actors = await asyncio.gather(*map(self._spawn, places))
         self._isolation = await actors[0].do.remote("isolation")
-        for place, actor in enumerate(actors):
+        for place, actor in zip(places, actors, strict=True):
             self._open(place, actor)
-
-    def _open(self, place: int, actor: Any) -> None:
-        self._pools[place] = _Pool(actor)
-        self._collectors.append(asyncio.create_task(self._collect(place), name=f"verdicts of pool {place}"))
+        if self._demand.most > self._demand.least:
+            self._keep(self._follow_demand(), "number of verifiers")
 
     async def close(self) -> None:
-        for task in self._collectors:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._collectors, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         for pool in self._pools.values():
             with contextlib.suppress(Exception):
-                await pool.actor.do.remote("close")
+                await pool.actor.rest.remote()
         self._pools.clear()
 
     async def score(self, prompt: Prompt, rollout: Rollout, *, admission: int | None = None) -> Mapping[str, Verdict]:
@@ -103,16 +157,31 @@ class VerifierPools:
             raise self._error
         case = _Case(prompt, rollout, admission, asyncio.get_running_loop().create_future())
         ticket = next(self._tickets)
+        self._demand.arrived()
         self._send(ticket, case)
         try:
             return await case.verdicts
         finally:
+            self._homeless.pop(ticket, None)
             for pool in self._pools.values():
                 pool.cases.pop(ticket, None)
 
+    def _keep(self, work: Any, name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _open(self, place: int, actor: Any) -> None:
+        pool = self._pools[place] = _Pool(actor)
+        pool.collector = self._keep(self._collect(place, pool), f"verdicts of verifier {place}")
+        homeless, self._homeless = self._homeless, {}
+        for ticket, case in homeless.items():
+            self._send(ticket, case)
+
     def _send(self, ticket: int, case: _Case) -> None:
         if not self._pools:
-            case.verdicts.set_result(self._failed(case, "no verifier is left"))
+            self._homeless[ticket] = case
             return
         pool = min(self._pools.values(), key=lambda pool: len(pool.cases))
         pool.cases[ticket] = case
@@ -129,55 +198,91 @@ class VerifierPools:
                 sent = [(ticket, case.prompt, case.rollout, case.admission) for ticket, case in cases]
                 pool.actor.do.remote("score_many", sent)
 
-    async def _collect(self, place: int) -> None:
+    async def _collect(self, place: int, pool: _Pool) -> None:
         from ray.exceptions import RayError
 
-        pool = self._pools[place]
         while True:
             try:
                 told = await pool.actor.do.remote("collect")
             except RayError as error:
-                await self._lost(place, error)
+                self._lost(place, pool, error)
                 return
             pool.flips = told.flips
             for kind, fields in told.events:
+                if kind == "verify":
+                    self._demand.judged(fields["seconds"] - fields["queue_s"])
                 self._tell("verifier", kind, instance=place, **fields)
             for ticket, verdicts, error in told.judged:
-                case = pool.cases.pop(ticket, None)
-                pool.judged += 1
-                if case is None or case.verdicts.done():
-                    continue
-                if error is None:
-                    case.verdicts.set_result(verdicts)
-                else:  # it ends the run, whoever hears of it
-                    self._error = error
-                    case.verdicts.set_exception(error)
+                self._judged(pool, ticket, verdicts, error)
 
-    async def _lost(self, place: int, error: Exception) -> None:
-        """Judge anew what it had, here or in the actor that takes its place."""
-        pool = self._pools.pop(place)
+    def _judged(
+        self, pool: _Pool, ticket: int, verdicts: Mapping[str, Verdict] | None, error: Exception | None
+    ) -> None:
+        case = pool.cases.pop(ticket, None)
+        pool.judged += 1
+        if case is None or case.verdicts.done():
+            return
+        if error is None:
+            case.verdicts.set_result(verdicts)
+        else:  # it ends the run, whoever hears of it
+            self._error = error
+            case.verdicts.set_exception(error)
+
+    def _lost(self, place: int, pool: _Pool, error: Exception) -> None:
+        """What it had is judged again, by another one or by the one that takes its place."""
+        del self._pools[place]
         self._say(f"verifier {place} died: {described(error, 120)}; what it was judging is judged again")
-        waiting = dict(pool.cases)
-        replacement = asyncio.create_task(self._replace(place))
-        if not self._pools:
-            await replacement
-        for ticket, case in waiting.items():
+        self._keep(self._begin(place), f"verifier {place} again")
+        for ticket, case in pool.cases.items():
             case.losses += 1
             if case.verdicts.done():
                 continue
             if case.losses > MOST_LOSSES:
-                case.verdicts.set_result(self._failed(case, f"its verifier died {case.losses} times"))
+                reason = f"its verifier died {case.losses} times"
+                case.verdicts.set_result({s: Verdict.failed(reason) for s in self._sources(case.prompt.task)})
             else:
                 self._send(ticket, case)
-        await replacement
 
-    async def _replace(self, place: int) -> None:
+    async def _begin(self, place: int) -> None:
+        """An actor for this place."""
+        self._starting.add(place)
+        last: Exception | None = None
         try:
-            actor = await self._spawn(place)
-        except Exception as error:
-            self._say(f"verifier {place} cannot be started again: {described(error, 120)}")
-            return
-        self._open(place, actor)
+            for _ in range(MOST_STARTS):
+                try:
+                    with waiting("verdicts", f"verifier {place} to start"):
+                        actor = await self._spawn(place)
+                    self._open(place, actor)
+                    return
+                except Exception as error:
+                    last = error
+                    self._say(f"verifier {place} cannot be started: {described(error, 200)}")
+        finally:
+            self._starting.discard(place)
+        if not self._pools and not self._starting:
+            self._end(VerifierError(f"no verifier is left, and none can be started: {described(last)}"))
 
-    def _failed(self, case: _Case, reason: str) -> dict[str, Verdict]:
-        return {source: Verdict.failed(reason) for source in self._sources(case.prompt.task)}
+    def _end(self, error: Exception) -> None:
+        self._error = error
+        for case in self._homeless.values():
+            if not case.verdicts.done():
+                case.verdicts.set_exception(error)
+
+    async def _follow_demand(self) -> None:
+        while True:
+            await asyncio.sleep(SIZED_EVERY_S)
+            now = len(self._pools) + len(self._starting)
+            wanted = self._demand.wanted(now)
+            free = [p for p in range(self._demand.most) if p not in self._pools and p not in self._starting]
+            for place in free[: max(0, wanted - now)]:
+                self._keep(self._begin(place), f"verifier {place}")
+            if wanted < now and len(self._pools) > 1:
+                self._keep(self._give_up(max(self._pools)), "a verifier less")
+
+    async def _give_up(self, place: int) -> None:
+        """It gets nothing more, and goes when it has judged what it has."""
+        pool = self._pools.pop(place)
+        await asyncio.gather(*(case.verdicts for case in pool.cases.values()), return_exceptions=True)
+        pool.collector.cancel()
+        with contextlib.suppress(Exception):
+            await pool.actor.rest.remote()
