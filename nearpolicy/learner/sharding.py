@@ -13,7 +13,7 @@ which cannot be, and those of another type than most. Each rank holds all of the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +37,10 @@ class Sharding:
     def forget(self) -> None:
         """The gradient, and what of it has not been added up yet."""
 
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in host memory, in pieces where the model is; its values are still to come."""
+        return torch.empty(*shape, dtype=dtype)
+
 
 class FullySharded(Sharding):
     """Of a root module whose pieces lie on a mesh, (replicas x) shards."""
@@ -47,6 +51,7 @@ class FullySharded(Sharding):
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard, register_fsdp_forward_method
 
         self._model = model
+        self._mesh = mesh
         self._rank = rank
         self._every_time = offload
         self._replicated = _replicated(model)
@@ -86,6 +91,16 @@ class FullySharded(Sharding):
         if self._open:
             self._model.reset_iter_state()
         self._settled = self._open = False
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        whole = torch.empty(*shape, dtype=dtype, device="meta")
+        placements = [Replicate()] * (self._mesh.ndim - 1) + [Shard(0)]
+        own, _ = compute_local_shape_and_global_offset(whole.shape, self._mesh, placements)
+        piece, stride = torch.empty(own, dtype=dtype), whole.stride()
+        return DTensor.from_local(piece, self._mesh, placements, run_check=False, shape=whole.shape, stride=stride)
 
 
 def _add_up(gradients: list[torch.Tensor]) -> None:

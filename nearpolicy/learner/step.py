@@ -296,7 +296,7 @@ class PolicyLearner:
             try:
                 loss = self._loss(packed, scores, objective, rows, known, part.stats)
             except Exception as error:
-                if self.ranks.size == 1:
+                if self.ranks is ALONE:
                     raise
                 part.error = error
         (scores.logprobs.sum() * 0.0 if loss is None else loss).backward()
@@ -393,7 +393,7 @@ class PolicyLearner:
         Of several ranks all get the same record and digests; the tensors are put together one by one, and only rank 0
         keeps them, in host memory, and only if it is to ``keep`` them (`shards` are what each rank has anyway).
         """
-        if self.ranks.size == 1:
+        if self.ranks is ALONE:
             tensors = self.policy.weights()
             parts = digests(tensors)
         else:

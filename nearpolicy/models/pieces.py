@@ -28,7 +28,10 @@ def local(tensor: Tensor) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """All of it, on every rank; where it is in pieces, all ranks call this together."""
-    return tensor.detach().full_tensor() if in_pieces(tensor) else tensor
+    if not in_pieces(tensor):
+        return tensor
+    found = tensor.detach().full_tensor()
+    return found.wait() if hasattr(found, "wait") else found  # torch leaves the wait to the first use
 
 
 def piece(tensor: Tensor) -> Shard:

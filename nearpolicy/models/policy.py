@@ -7,7 +7,7 @@ entropies of chosen rows, with the vocabulary head applied in chunks inside; and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -89,6 +89,25 @@ class PolicyModel(nn.Module):
     def save_pretrained(self, folder: Path) -> None:
         """An ordinary Hugging Face folder with `weights`."""
         self.model.save_pretrained(folder)
+
+    def save_config(self, folder: Path) -> None:
+        """What of such a folder is not weights."""
+        config = self.model.config
+        config.dtype = str(self.model.dtype).removeprefix("torch.")
+        config.architectures = [type(self.model).__name__]
+        config.save_pretrained(folder)
+        if self.model.can_generate():
+            self.model.generation_config.save_pretrained(folder)
+
+    def on_disk(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole `weights` of one layer under the names, and in the shapes, that files of this model have."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        tied, unsaved = (
+            getattr(self.model, name, None) for name in ("all_tied_weights_keys", "_keys_to_ignore_on_save")
+        )
+        named = {(tied or {}).get(name, name): tensor for name, tensor in weights.items()}
+        return revert_weight_conversion(self.model, {n: t for n, t in named.items() if n not in (unsaved or ())})
 
     def hidden(self, input_ids: Tensor, positions: Tensor, context: PackedContext) -> Tensor:
         """[T] ids and positions -> [T, hidden] last hidden states."""
@@ -236,7 +255,7 @@ class _TokenScores(torch.autograd.Function):
         ctx.save_for_backward(logprobs, targets, entropies, reference_logprobs, kl)
         ctx.temperature, ctx.dtype = temperature, logits.dtype
         ctx.set_materialize_grads(False)
-        return logprobs.gather(1, targets[:, None])[:, 0], entropies, kl
+        return logprobs.gather(1, targets[:, None])[:, 0].clone(), entropies, kl  # no view: FSDP2 hooks it
 
     @staticmethod
     @once_differentiable

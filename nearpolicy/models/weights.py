@@ -100,6 +100,11 @@ def load_weights(model: nn.Module, incoming: Mapping[str, Tensor]) -> None:
         fill(target, source)
 
 
+def require_fit(model: nn.Module, incoming: Mapping[str, Tensor]) -> None:
+    """`SyncError` unless `load_weights` would take ``incoming``."""
+    _fitting(model, incoming)
+
+
 def _fitting(model: nn.Module, incoming: Mapping[str, Tensor]) -> list[tuple[str, Tensor, Tensor]]:
     """(canonical name, the model's tensor, what was sent) of each; `SyncError` unless all fit, and none is left."""
     problems, copies = [], []

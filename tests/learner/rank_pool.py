@@ -50,7 +50,12 @@ class RankPool:
         return found
 
     def run_each(
-        self, size: int, function: Callable[..., Any], arguments: Sequence[Sequence[Any]], *, timeout_s: float = TIMEOUT_S
+        self,
+        size: int,
+        function: Callable[..., Any],
+        arguments: Sequence[Sequence[Any]],
+        *,
+        timeout_s: float = TIMEOUT_S,
     ) -> list[Any]:
         """With arguments, results and exceptions (`Raised`) by rank."""
         while len(self._processes) < size:
@@ -72,7 +77,9 @@ class RankPool:
 
     def _start(self) -> None:
         host, port = self._listener.address
-        environment = dict(os.environ, OMP_NUM_THREADS="1", POOL_KEY=self._key.hex(), PYTHONPATH=os.pathsep.join(sys.path))
+        environment = dict(
+            os.environ, OMP_NUM_THREADS="1", POOL_KEY=self._key.hex(), PYTHONPATH=os.pathsep.join(sys.path)
+        )
         command = [sys.executable, str(Path(__file__)), host, str(port)]
         self._processes.append(subprocess.Popen(command, env=environment))
         self._connections.append(self._listener.accept())
@@ -111,4 +118,6 @@ def _serve(host: str, port: int) -> None:
 
 
 if __name__ == "__main__":
+    from rank_pool import _serve  # by its name, under which what it sends is read
+
     _serve(sys.argv[1], int(sys.argv[2]))
