@@ -14,7 +14,8 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Protocol
@@ -73,23 +74,23 @@ def _write(learner: PolicyLearner, target: Path, beside: Iterable[SavesItself]) 
     folder, draft = target.parent, target.with_name(f".{target.name}.tmp")
     policy, ranks, state = learner.policy, learner.ranks, learner.state()
     first = ranks.rank == 0
-    with _writing(target, ranks):
+    stage = partial(_stage, ranks, partial(_writing, target))
+    with stage():
         if first:
             _clear_drafts(folder)
             draft.mkdir(parents=True)
-    with _writing(target, ranks):
+    with stage():
         if ranks is ALONE:
             policy.save_pretrained(draft)
         else:
             save_model(policy, draft, ranks)
-    with _writing(target, ranks):
+    with stage():
         if first and isinstance(policy, LoraPolicy):
             adapters.save_adapter(policy, draft / adapters.FOLDER)
         for part in beside if first else ():
             part.save_pretrained(str(draft))
-    with _named(target):
-        write_state(state, draft, ranks)
-    with _writing(target, ranks):
+    write_state(state, draft, ranks, stage)
+    with stage():
         for file in draft.rglob("*") if first else ():
             _sync(file)
         if first and target.exists():
@@ -100,14 +101,14 @@ def _write(learner: PolicyLearner, target: Path, beside: Iterable[SavesItself]) 
 
 
 @contextlib.contextmanager
-def _writing(target: Path, ranks: Together) -> Iterator[None]:
-    """Around what one rank does by itself."""
-    with ranks.agreement("a checkpoint"), _named(target):
+def _stage(ranks: Together, naming: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """A part of saving or loading, at the end of which ranks agree; its errors are named by ``naming``."""
+    with ranks.agreement("a checkpoint"), naming():
         yield
 
 
 @contextlib.contextmanager
-def _named(target: Path) -> Iterator[None]:
+def _writing(target: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is any of these, by who meets it
@@ -224,9 +225,10 @@ def load_state(learner: PolicyLearner, checkpoint: Path) -> None:
     """Training state of a checkpoint whose weights the learner's model already holds; with an adapter, which the state
     contains, the model is the one that training began from."""
     with learner.ranks.together("load_state"):
-        with learner.ranks.agreement("a training state"):
+        stage = partial(learner.ranks.agreement, "a training state")
+        with stage():
             found = read_state(checkpoint, learner.ranks)
-        learner.load_state(with_pieces(found, checkpoint, learner.ranks, learner.sharding))
+        learner.load_state(with_pieces(found, checkpoint, learner.ranks, learner.sharding, stage))
 
 
 def load_checkpoint(learner: PolicyLearner, checkpoint: Path, *, expected: Collection[str] = ()) -> None:
@@ -235,12 +237,12 @@ def load_checkpoint(learner: PolicyLearner, checkpoint: Path, *, expected: Colle
     published, one for each lineage; those of an adapter are compared by who knows the base."""
     ranks, adapted = learner.ranks, isinstance(learner.policy, LoraPolicy)
     with ranks.together("load_checkpoint"):
-        with ranks.agreement("a checkpoint"), _reading(checkpoint):
+        stage = partial(_stage, ranks, partial(_reading, checkpoint))
+        with stage():
             found, weights = read_state(checkpoint, ranks), {}
             if not adapted and ranks.rank == 0:  # the others get theirs from there
                 weights = _weights_of(checkpoint, learner, found, expected)
-        with _reading(checkpoint):
-            state = with_pieces(found, checkpoint, ranks, learner.sharding)
+        state = with_pieces(found, checkpoint, ranks, learner.sharding, stage)
         if not adapted:
             _give(learner, weights)
         learner.load_state(state)

@@ -202,7 +202,9 @@ def _of_connections(error: BaseException) -> bool:
     """Whether this is what is met of another rank's failure, and not the failure itself."""
     if isinstance(error, dist.DistError):
         return True
-    return type(error) is RuntimeError and any(word in str(error) for word in ("gloo", "NCCL", "store", "socket"))
+    if type(error) is RuntimeError and any(word in str(error) for word in ("gloo", "NCCL", "TCPStore")):
+        return True
+    return error.__cause__ is not None and _of_connections(error.__cause__)
 
 
 def _told(error: BaseException) -> list[str]:

@@ -10,7 +10,9 @@ whole tensors.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +27,30 @@ STATE, DIGEST, PIECES = "training_state.pt", "training_state.xxh3", "training_st
 _MARK = "in pieces"
 
 
-def write_state(state: Mapping[str, Any], folder: Path, ranks: Together) -> None:
+Stage = Callable[[], AbstractContextManager[None]]
+"""Around what can fail on one rank: an error there is the same error on all of them behind it."""
+
+
+def write_state(state: Mapping[str, Any], folder: Path, ranks: Together, stage: Stage) -> None:
     """All ranks together; rank 0 writes what is not in pieces."""
     pieces: dict[str, Any] = {}
     tree = _changed(state, lambda value: _noted(value, pieces))
-    files = _write_pieces(pieces, folder / PIECES, ranks) if pieces else {}
-    with ranks.agreement("the training state"):
+    files = _write_pieces(pieces, folder / PIECES, ranks, stage) if pieces else {}
+    with stage():
         if ranks.rank == 0:
             torch.save(tree if ranks is ALONE else {"state": tree, "files": files}, folder / STATE)
             (folder / DIGEST).write_text(digest_of(folder / STATE))
 
 
-def _write_pieces(pieces: dict[str, Any], folder: Path, ranks: Together) -> dict[str, str]:
+def _write_pieces(pieces: dict[str, Any], folder: Path, ranks: Together, stage: Stage) -> dict[str, str]:
     """Digest by name of file."""
     import torch.distributed.checkpoint as dcp
 
-    try:
-        dcp.save(pieces, storage_writer=dcp.FileSystemWriter(folder))
-    except dcp.api.CheckpointException as error:  # on every rank, if one cannot write
-        raise OSError(_reasons(error)) from None
+    with stage():
+        try:
+            dcp.save(pieces, storage_writer=dcp.FileSystemWriter(folder))
+        except dcp.api.CheckpointException as error:  # on every rank, if one cannot write
+            raise _in_words(error) from None
     own = [*folder.glob(f"__{ranks.rank}_*"), *([folder / ".metadata"] if ranks.rank == 0 else [])]
     told = ranks.exchange("digests of the training state", {file.name: digest_of(file) for file in own})
     return {name: digest for of_rank in told for name, digest in of_rank.items()}
@@ -63,7 +70,9 @@ def read_state(folder: Path, ranks: Together) -> dict[str, Any]:
     return found
 
 
-def with_pieces(found: Mapping[str, Any], folder: Path, ranks: Together, sharding: Sharding) -> dict[str, Any]:
+def with_pieces(
+    found: Mapping[str, Any], folder: Path, ranks: Together, sharding: Sharding, stage: Stage
+) -> dict[str, Any]:
     """The state itself, from what `read_state` has found; all ranks together."""
     if "files" not in found:
         return dict(found)
@@ -72,10 +81,13 @@ def with_pieces(found: Mapping[str, Any], folder: Path, ranks: Together, shardin
     if pieces:
         import torch.distributed.checkpoint as dcp
 
-        try:
-            dcp.load(pieces, storage_reader=dcp.FileSystemReader(folder / PIECES), no_dist=ranks is ALONE)
-        except dcp.api.CheckpointException as error:
-            raise OSError(_reasons(error)) from None
+        with stage(), warnings.catch_warnings():
+            try:
+                if ranks is ALONE:
+                    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
+                dcp.load(pieces, storage_reader=dcp.FileSystemReader(folder / PIECES), no_dist=ranks is ALONE)
+            except dcp.api.CheckpointException as error:
+                raise _in_words(error) from None
     return tree
 
 
@@ -104,15 +116,11 @@ def _made(value: Any, pieces: dict[str, Any], sharding: Sharding) -> Any:
     return pieces[value[_MARK]]
 
 
-def _reasons(error: BaseException) -> str:
-    """What went wrong on each rank, without its traceback."""
-    failures = getattr(error, "failures", {})
-    told = [f"rank {rank}: {_cause(each)}" for rank, each in sorted(failures.items())]
-    return "; ".join(told) or str(error)
-
-
-def _cause(failure: Any) -> str:
-    return str(failure[0] if isinstance(failure, tuple) else failure)
+def _in_words(error: BaseException) -> OSError:
+    """Torch's error holds every rank's traceback, and is no `Exception`."""
+    failures = sorted(getattr(error, "failures", {}).items())
+    told = [f"rank {rank}: {each[0] if isinstance(each, tuple) else each}" for rank, each in failures]
+    return OSError("; ".join(told) or str(error))
 
 
 def digest_of(file: Path) -> str:
