@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AliasChoices,
@@ -12,6 +12,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     field_validator,
+    model_validator,
 )
 
 from nearpolicy.models.targets import ALL_LINEAR
@@ -79,10 +80,41 @@ class LearnerConfig(ConfigModel):
     step and no reference or critic, advantages that depend on their group alone, and `queue.order: admission`."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights. Left out: all weights."""
+    ranks: PositiveInt = 1
+    """Processes that share the work and, in pieces (FSDP2), the weights, gradients and moments. They decide time and
+    memory, never the result but for rounding."""
+    replicas: PositiveInt = 1
+    """Copies of the weights among the ranks, each spread over `ranks / replicas` of them; `replicas` equal to `ranks`
+    cuts nothing."""
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+    """What lies in host memory while it is not used: nothing, AdamW's moments, or the pieces of all weights with their
+    gradients and moments, which AdamW then changes there. With `parameters` the ranks add up gradients after every
+    micro-batch instead of every update, so that none holds whole ones."""
 
     @property
     def updates_per_step(self) -> int:
         return self.num_iterations * self.minibatches
+
+    @model_validator(mode="after")
+    def _ranks_are_divided_evenly(self) -> Self:
+        if self.ranks % self.replicas:
+            raise ValueError(
+                f"learner.replicas is {self.replicas}, and learner.ranks={self.ranks} cannot be divided into as many "
+                "equal parts; choose one that divides the other"
+            )
+        if self.offload == "parameters" and self.ranks == 1:
+            raise ValueError(
+                "learner.offload=parameters moves the pieces that ranks hold, and learner.ranks is 1; set "
+                "learner.offload=optimizer, or more ranks"
+            )
+        return self
+
+    @property
+    def needs_processes(self) -> str | None:
+        """The setting that one process with one device cannot follow, if there is one."""
+        found = [name for name in ("ranks", "replicas") if getattr(self, name) > 1]
+        found += ["offload"] if self.offload != "none" else []
+        return f"learner.{found[0]}={getattr(self, found[0])}" if found else None
 
 
 class CriticConfig(ConfigModel):

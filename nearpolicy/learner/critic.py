@@ -19,8 +19,9 @@ import torch
 from nearpolicy.errors import NearpolicyError, UserError
 from nearpolicy.learner.config import CriticConfig, LearnerConfig
 from nearpolicy.learner.optimizer import MasterAdamW
-from nearpolicy.learner.packing import Packed, targets_by_row
+from nearpolicy.learner.packing import Packed, pack, targets_by_row
 from nearpolicy.learner.passes import Passes
+from nearpolicy.learner.ranks import Together
 from nearpolicy.learner.schedule import learning_rate
 from nearpolicy.learner.selection import trained_rows
 from nearpolicy.learner.tokens import Annotated, packed_sequences
@@ -36,9 +37,13 @@ from nearpolicy.records import Row
 class Critic:
     """Holds the value model. The learner's thread calls it."""
 
-    def __init__(self, model: ValueModel, config: CriticConfig, learner: LearnerConfig, passes: Passes) -> None:
+    def __init__(
+        self, model: ValueModel, config: CriticConfig, learner: LearnerConfig, passes: Passes, ranks: Together
+    ) -> None:
         """``learner``: optimizer, schedule and micro-batches, but for the peak rate."""
         self.model = model
+        self._ranks = ranks
+        self._sharding = ranks.shard(model, replicas=learner.replicas, offload=learner.offload == "parameters")
         self.config = config
         self.optimizer = MasterAdamW(model, learner)
         self._learner = learner
@@ -83,24 +88,39 @@ class Critic:
         Rows of one rollout stand together in ``wanted``.
         """
         trained = [i for i in wanted if rows[i].trained.any()]
-        for packed in self._passes.packed(rows, trained, objective.whole_rollouts):
-            values = self._passes.value(self.model, packed)
-            before, targets = (
-                torch.from_numpy(_column(packed, arrays)).to(values.device) for arrays in (known.values, known.targets)
-            )
-            sequences = packed_sequences(rows, packed, values.device)
-            kept = torch.ones_like(values, dtype=torch.bool)
-            losses = clipped_value_loss(values, before, targets, clip=self.config.clip)
-            loss = (losses * objective.shares(kept, sequences)).sum()
+        parts: list[tuple[int, ValueStats]] = []
+        shares = self._passes.shares(rows, trained, objective.whole_rollouts)
+        for place, share in enumerate(shares, start=1):
+            self._sharding.begin(last=place == len(shares))
+            packed, part = pack(rows, share.trees), ValueStats()
+            loss = self._loss(packed, objective, rows, known, part) * (1.0 if share.counts else 0.0)
             loss.backward()
-            divisor = objective.divisor(kept, sequences)
-            self.optimizer.divisor += divisor
-            stats.loss_sum += float(loss.detach())
-            stats.divisor += divisor
-            stats.tokens += len(packed.targets)
-            stats.clipped += self._num_clipped(values.detach(), before, targets)
-            stats.rows |= {i: rows[i].trained for i, _ in targets_by_row(packed)}
+            parts += [(share.number, part)] if share.counts else []
+        self._sharding.settle()
+        everything = [part for of_rank in self._ranks.exchange("the critic's counts", parts) for part in of_rank]
+        for _, part in sorted(everything, key=lambda numbered: numbered[0]):
+            stats.include(part)
+            self.optimizer.divisor += part.divisor
         return bool(trained)
+
+    def _loss(
+        self, packed: Packed, objective: TokenObjective, rows: Sequence[Row], known: Annotated, stats: ValueStats
+    ) -> torch.Tensor:
+        """Of one micro-batch, before it is divided; counted in ``stats``."""
+        values = self._passes.value(self.model, packed)
+        before, targets = (
+            torch.from_numpy(_column(packed, arrays)).to(values.device) for arrays in (known.values, known.targets)
+        )
+        sequences = packed_sequences(rows, packed, values.device)
+        kept = torch.ones_like(values, dtype=torch.bool)
+        losses = clipped_value_loss(values, before, targets, clip=self.config.clip)
+        loss = (losses * objective.shares(kept, sequences)).sum()
+        stats.loss_sum += float(loss.detach())
+        stats.divisor += objective.divisor(kept, sequences)
+        stats.tokens += len(packed.targets)
+        stats.clipped += self._num_clipped(values.detach(), before, targets)
+        stats.rows |= {i: rows[i].trained for i, _ in targets_by_row(packed)}
+        return loss
 
     def _num_clipped(self, values: torch.Tensor, before: torch.Tensor, targets: torch.Tensor) -> int:
         """Tokens without a gradient: beyond the range, and nearer to their targets than its end is."""
@@ -160,6 +180,14 @@ class ValueStats:
     """Tokens without a gradient, because their value has moved far enough."""
     rows: dict[int, np.ndarray] = field(default_factory=dict)
     """Row -> [T] bool: tokens in the loss."""
+
+    def include(self, part: ValueStats) -> None:
+        """What another part of the same update has counted."""
+        self.loss_sum += part.loss_sum
+        self.divisor += part.divisor
+        self.tokens += part.tokens
+        self.clipped += part.clipped
+        self.rows |= part.rows
 
 
 class ValueTally:

@@ -1,4 +1,4 @@
-"""Rows -> trees -> micro-batches, without tensors and without a model.
+"""Rows -> trees -> micro-batches -> what each rank takes of them, without tensors and without a model.
 
 Rows of one group that continue the same context form a *tree*: the context goes through the model once for all of
 them. Trees are cut to fit the token budget and packed in order, so that the cut depends on the rows and the budget
@@ -7,6 +7,9 @@ alone.
     context c0..c4, completions [a b c] and [d e]:
     packed      c0 c1 c2 c3 c4 | a  b | d          the last token of a row predicts nothing that is needed
     predicted                a   b  c   e          from rows c4, a, b and c4 (d), d
+
+Ranks compute in *rounds*: one micro-batch each, all at the same time. Every rank works out the same rounds from the
+same rows, and has one forward and backward pass in each, whatever is in it.
 """
 
 from __future__ import annotations
@@ -77,6 +80,74 @@ def microbatches(trees: Iterable[Tree], budget: int, whole_of: Sequence[Row] | N
 def _same_rollout(rows: Sequence[Row], before: Tree, after: Tree) -> bool:
     last, first = rows[before.rows[-1]], rows[after.rows[0]]
     return (last.group, last.sample) == (first.group, first.sample)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank computes in one round."""
+
+    number: int
+    """Place of the micro-batch in the order of all."""
+    trees: tuple[Tree, ...]
+    counts: bool
+    """False: another rank's micro-batch, taken up again with weight zero, because there is none for this rank."""
+
+
+def shares(
+    rows: Sequence[Row],
+    wanted: Iterable[int],
+    budget: int,
+    *,
+    rank: int = 0,
+    num_ranks: int = 1,
+    whole_rollouts: bool = False,
+) -> list[Share]:
+    """What ``rank`` computes of the ``wanted`` rows, one share a round; every rank has as many.
+
+    A round is ``num_ranks`` consecutive micro-batches, the largest for the rank that has the fewest tokens so far. What
+    is left for the last round is cut again, into as many parts as there are ranks. Full rounds do not change when rows
+    are added behind, unless their last micro-batch is the last of all.
+    """
+    whole_of = rows if whole_rollouts else None
+    cut = [tuple(trees) for trees in microbatches(build_trees(rows, wanted, budget), budget, whole_of)]
+    num_full = len(cut) // num_ranks * num_ranks
+    rounds = [cut[start : start + num_ranks] for start in range(0, num_full, num_ranks)]
+    if left := [i for trees in cut[num_full:] for tree in trees for i in tree.rows]:
+        rounds.append(_dealt(rows, left, budget, num_ranks, whole_of))
+    own, loads, first = [], [0] * num_ranks, 0
+    for together in rounds:
+        takers = sorted(range(num_ranks), key=lambda r: (loads[r], r))
+        ordered = sorted(range(len(together)), key=lambda m: (-_num_tokens(together[m]), m))
+        taken = dict(zip(takers, ordered, strict=False))
+        mine = taken.get(rank, ordered[-1])
+        own.append(Share(first + mine, together[mine], rank in taken))
+        for r, m in taken.items():
+            loads[r] += _num_tokens(together[m])
+        first += len(together)
+    return own
+
+
+def num_sure(rows: Sequence[Row], wanted: Iterable[int], budget: int, num_ranks: int, whole_rollouts: bool) -> int:
+    """Rounds that rows added behind cannot change."""
+    whole_of = rows if whole_rollouts else None
+    return max(0, sum(1 for _ in microbatches(build_trees(rows, wanted, budget), budget, whole_of)) - 1) // num_ranks
+
+
+def _dealt(
+    rows: Sequence[Row], wanted: Sequence[int], budget: int, most: int, whole_of: Sequence[Row] | None
+) -> list[tuple[Tree, ...]]:
+    """The ``wanted`` rows, which fit in fewer than ``most`` micro-batches, in up to ``most`` of about one size."""
+    size = -(-sum(tree.num_tokens for tree in build_trees(rows, wanted, budget)) // most)
+    while size < budget:
+        cut = [tuple(trees) for trees in microbatches(build_trees(rows, wanted, size), size, whole_of)]
+        if len(cut) <= most:
+            return cut
+        size += max(1, size // 16)
+    return [tuple(trees) for trees in microbatches(build_trees(rows, wanted, budget), budget, whole_of)]
+
+
+def _num_tokens(trees: Iterable[Tree]) -> int:
+    return sum(tree.num_tokens for tree in trees)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from nearpolicy.errors import NearpolicyError
-from nearpolicy.learner.packing import Packed, build_trees, microbatches, pack, targets_by_row
+from nearpolicy.learner.packing import Packed, Share, num_sure, pack, shares, targets_by_row
+from nearpolicy.learner.ranks import ALONE, Together
+from nearpolicy.learner.sharding import at_rest, with_whole_head
 from nearpolicy.models.numerics import Numerics
 from nearpolicy.models.policy import PolicyModel, Scores, Support
 from nearpolicy.models.rows import RowContext
@@ -33,24 +35,41 @@ class Passes:
         temperature: float,
         threads: int = 1,
         threads_now: Callable[[], int] | None = None,
+        ranks: Together = ALONE,
     ) -> None:
         """``budget``: tokens in one forward pass. ``threads``: the most that one operation uses. ``threads_now`` is
-        asked before each micro-batch how many it may use at the moment."""
+        asked before each micro-batch how many it may use at the moment. ``ranks``: who shares the work; all of them
+        call everything here together, with the same rows, and get the same numbers."""
         self.threads_now = threads_now
         self._numerics = numerics
         self._budget = budget
         self._temperature = temperature
         self._threads = threads
+        self._ranks = ranks
+
+    def shares(self, rows: Sequence[Row], wanted: Sequence[int], whole_rollouts: bool = False) -> list[Share]:
+        """What this rank computes of the ``wanted`` rows; ``whole_rollouts`` keeps all segments of a rollout
+        together."""
+        ranks = self._ranks
+        return shares(rows, wanted, self._budget, rank=ranks.rank, num_ranks=ranks.size, whole_rollouts=whole_rollouts)
+
+    def num_sure(self, rows: Sequence[Row], wanted: Sequence[int], whole_rollouts: bool) -> int:
+        """Of those shares, how many stay as they are when rows are added behind."""
+        return num_sure(rows, wanted, self._budget, self._ranks.size, whole_rollouts)
 
     def shared(self) -> Passes:
         """The same, for whoever does not belong to this thread."""
         return Passes(self._numerics, budget=self._budget, temperature=self._temperature, threads=self._threads)
 
     def packed(self, rows: Sequence[Row], wanted: Sequence[int], whole_rollouts: bool = False) -> Iterator[Packed]:
-        """The ``wanted`` rows in micro-batches; ``whole_rollouts`` keeps all segments of a rollout together."""
-        trees = build_trees(rows, wanted, self._budget)
-        for together in microbatches(trees, self._budget, rows if whole_rollouts else None):
-            yield pack(rows, together)
+        """The micro-batches of this rank's shares."""
+        for share in self.shares(rows, wanted, whole_rollouts):
+            yield pack(rows, share.trees)
+
+    def _annotating(self, rows: Sequence[Row], wanted: Sequence[int]) -> Iterator[tuple[Packed, bool]]:
+        """(micro-batch of this rank, whether its numbers count)."""
+        for share in self.shares(rows, wanted):
+            yield pack(rows, share.trees), share.counts
 
     def score(
         self,
@@ -66,6 +85,7 @@ class Passes:
         ids, context, num_targets = self._begin(packed, model.device)
         theirs = None
         if reference is not None:
+            with_whole_head(reference[0])
             hidden = torch.cat([reference[1][i] for i, _ in targets_by_row(packed)])
             theirs = reference[0], torch.nn.functional.pad(hidden, (0, 0, 0, num_targets - len(hidden)))
         scores = model(
@@ -87,23 +107,26 @@ class Passes:
     ) -> list[np.ndarray]:
         """[T] float32 per row, 0 where nothing is wanted."""
         out = [np.zeros(len(row.segment.token_ids), dtype=np.float32) for row in rows]
-        for packed in self.packed(rows, wanted):
-            _place(out, packed, self.score(model, rows, packed, same_support=same_support).logprobs)
-        return out
+        for packed, counts in self._annotating(rows, wanted):
+            found = self.score(model, rows, packed, same_support=same_support).logprobs
+            if counts:
+                _place(out, packed, found)
+        at_rest(model)
+        return self._of_all_ranks(out)
 
     @torch.no_grad()
     def hidden(self, model: PolicyModel, rows: Sequence[Row], wanted: Sequence[int]) -> list[Tensor]:
         """[trained tokens, hidden] per row: the states that predict its trained tokens."""
         width = model.config.get_text_config().hidden_size
         out = [torch.zeros(int(row.trained.sum()), width, device=model.device) for row in rows]
-        for packed in self.packed(rows, wanted):
+        for packed, counts in self._annotating(rows, wanted):
             ids, context, _ = self._begin(packed, model.device)
-            states = model.hidden(ids, context.positions, context)[
-                torch.from_numpy(packed.predicted_from).to(model.device)
-            ]
-            for i, here in targets_by_row(packed):
+            where = torch.from_numpy(packed.predicted_from).to(model.device)
+            states = model.states(ids, context.positions, context, where)
+            for i, here in targets_by_row(packed) if counts else ():
                 out[i] = states[here]
-        return out
+        at_rest(model)
+        return self._ranks.merged("hidden states of the reference", out)
 
     @torch.no_grad()
     def full_kl(
@@ -117,10 +140,12 @@ class Passes:
     ) -> list[np.ndarray]:
         """[T] float32 KL from the model to the reference over the vocabulary per row, 0 where nothing is wanted."""
         out = [np.zeros(len(row.segment.token_ids), dtype=np.float32) for row in rows]
-        for packed in self.packed(rows, wanted):
+        for packed, counts in self._annotating(rows, wanted):
             scores = self.score(model, rows, packed, same_support=same_support, reference=reference)
-            _place(out, packed, scores.reference_kl)
-        return out
+            if counts:
+                _place(out, packed, scores.reference_kl)
+        at_rest(model)
+        return self._of_all_ranks(out)
 
     def value(self, model: ValueModel, packed: Packed) -> Tensor:
         """[N] values of the states that the packed targets were chosen in, with gradient."""
@@ -132,9 +157,17 @@ class Passes:
     def values(self, model: ValueModel, rows: Sequence[Row], wanted: Sequence[int]) -> list[np.ndarray]:
         """[T] float32 values before each trained token per row, 0 where nothing is wanted."""
         out = [np.zeros(len(row.segment.token_ids), dtype=np.float32) for row in rows]
-        for packed in self.packed(rows, wanted):
-            _place(out, packed, self.value(model, packed))
-        return out
+        for packed, counts in self._annotating(rows, wanted):
+            found = self.value(model, packed)
+            if counts:
+                _place(out, packed, found)
+        at_rest(model)
+        return self._of_all_ranks(out)
+
+    def _of_all_ranks(self, out: list[np.ndarray]) -> list[np.ndarray]:
+        """The arrays with what the others have computed of them; what nobody has computed stays 0."""
+        merged = self._ranks.merged("numbers of tokens", [torch.from_numpy(of_row) for of_row in out])
+        return [of_row.numpy() for of_row in merged]
 
     def _begin(self, packed: Packed, device: torch.device) -> tuple[Tensor, RowContext, int]:
         """(padded ids, their context, how many targets to compute), on as many threads as may be used now."""

@@ -62,6 +62,15 @@ class TokenStats:
             self.kept[i] = np.zeros(len(rows[i].trained), dtype=bool)
             self.kept[i][packed.position[here]] = kept[here]
 
+    def include(self, part: TokenStats) -> None:
+        """What another part of the same update has counted."""
+        self.loss_sum += part.loss_sum
+        self.divisor += part.divisor
+        self.add(part)
+        for name in ("proximal", "behavior", "advantages", "causes"):
+            getattr(self, name).extend(getattr(part, name))
+        self.kept |= part.kept
+
     def means(self) -> dict[str, float]:
         return {name: total / self.tokens for name, total in self.sums.items()} if self.tokens else {}
 

@@ -4,11 +4,12 @@
 
 The loss of an update is the sum over its kept tokens of share x token loss, divided by the update's divisor. Shares
 depend on a token's own rollout, the divisor adds up beside the gradient and divides it once, in `optim_step`: how the
-update was cut into micro-batches makes no difference.
+update was cut into micro-batches makes no difference. Nor does it by whom they were computed: several processes
+(`ranks`) make the same calls with the same rows, each computes its share, and all of them count the same.
 
-    selection  which rows of a step do what          passes  rows through a model, in micro-batches
-    tokens     what a loss sees of a micro-batch     report  what is counted and said of a step
-    critic     the value model, where there is one
+    selection  which rows of a step do what          passes    rows through a model, in micro-batches
+    tokens     what a loss sees of a micro-batch     report    what is counted and said of a step
+    critic     the value model, where there is one   sharding  weights and gradients that ranks hold in pieces
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -27,17 +27,19 @@ from nearpolicy.errors import ModelError, NearpolicyError
 from nearpolicy.learner.config import CriticConfig, LearnerConfig
 from nearpolicy.learner.critic import Critic, ValueStats, ValueTally, require_same
 from nearpolicy.learner.optimizer import MasterAdamW
-from nearpolicy.learner.packing import Packed
+from nearpolicy.learner.packing import Packed, Share, pack
 from nearpolicy.learner.passes import Passes
+from nearpolicy.learner.ranks import ALONE, Together
 from nearpolicy.learner.report import StepTally, TokenStats
 from nearpolicy.learner.schedule import learning_rate
 from nearpolicy.learner.selection import minibatches, segment_places, trained_rows, useful_rows
+from nearpolicy.learner.sharding import at_rest
 from nearpolicy.learner.tokens import NOTHING_KNOWN, Annotated, require_finite, sequences_of, tokens_of
 from nearpolicy.models.lora import LoraPolicy
 from nearpolicy.models.numerics import Numerics
-from nearpolicy.models.policy import PolicyModel
+from nearpolicy.models.policy import PolicyModel, Scores
 from nearpolicy.models.value import ValueModel
-from nearpolicy.models.weights import digests, fingerprint, load_weights
+from nearpolicy.models.weights import digest, digests, fingerprint, load_weights
 from nearpolicy.objectives import regularisers
 from nearpolicy.objectives.assign import (
     Annotations,
@@ -48,7 +50,7 @@ from nearpolicy.objectives.assign import (
 )
 from nearpolicy.objectives.objective import Objective, TokenObjective
 from nearpolicy.records import Batch, Group, Row, StepReport, VersionRecord
-from nearpolicy.roles import Weights
+from nearpolicy.roles import Shard, Weights
 
 
 class PolicyLearner:
@@ -70,11 +72,16 @@ class PolicyLearner:
         threads: int = 1,
         threads_now: Callable[[], int] | None = None,
         on_event: Callable[..., None] | None = None,
+        ranks: Together | None = None,
     ) -> None:
         """``reference``: the policy that the objective compares with, or its teacher. ``value_model``: makes the
         learner hold a critic, trained as ``critic`` says. ``threads``: the most that one operation uses.
         ``threads_now`` is asked before each micro-batch how many it may use at the moment; with exact numerics the bits
-        do not depend on the answer."""
+        do not depend on the answer. ``ranks``: the processes of this learner, all of which make one, with the same
+        arguments, and call its methods together; the models are cut into pieces in place."""
+        self.ranks = ranks or ALONE
+        if self.ranks.size != config.ranks:
+            raise ValueError(f"learner.ranks is {config.ranks}, and {self.ranks.size} take part")
         self.policy = policy
         self.reference = reference
         self.objective = objective
@@ -85,6 +92,10 @@ class PolicyLearner:
         self.updates = 0
         self._updates_in = {0: 0}
         """By version of the weights: the updates they contain."""
+        how = {"replicas": config.replicas, "offload": config.offload == "parameters"}
+        self.sharding = self.ranks.shard(policy, **how)
+        if reference is not None and reference.model is not policy.model:
+            self.ranks.shard(reference, **how)
         self.optimizer = MasterAdamW(policy, config)
         self.passes = Passes(
             numerics,
@@ -92,12 +103,13 @@ class PolicyLearner:
             temperature=temperature,
             threads=threads,
             threads_now=threads_now,
+            ranks=self.ranks,
         )
         self.critic: Critic | None = None
         if value_model is not None:
             if not objective.config.parts["advantage"].uses_values:
                 raise ValueError(f"objective.advantage={objective.config.advantage} has no use for a value_model")
-            self.critic = Critic(value_model, critic or CriticConfig(), config, self.passes)
+            self.critic = Critic(value_model, critic or CriticConfig(), config, self.passes, self.ranks)
         self._ahead: _Ahead | None = None
         """What has been learnt of the coming step."""
         self._seed = seed
@@ -128,12 +140,13 @@ class PolicyLearner:
         ahead = self._ahead = self._ahead or _Ahead()
         ahead.require_continued(rows)
         ahead.rows = tuple(rows)
-        useful = useful_rows(rows, range(len(rows)), self.objective)
-        packs = list(self.passes.packed(rows, useful, self.objective.whole_rollouts))
-        sure = packs[ahead.num_done : -1]
-        for packed in sure:
-            self._learn_packed(packed, self.objective, rows, NOTHING_KNOWN, ahead.stats)
-            ahead.num_done += 1
+        useful, whole = useful_rows(rows, range(len(rows)), self.objective), self.objective.whole_rollouts
+        num_sure = self.passes.num_sure(rows, useful, whole)
+        sure = self.passes.shares(rows, useful, whole)[len(ahead.parts) : num_sure] if num_sure else []
+        with self.ranks.together("learn_ahead"):
+            for share in sure:
+                self.sharding.begin(last=False)
+                ahead.parts.append(self._part(share, self.objective, rows, NOTHING_KNOWN))
         seconds = time.perf_counter() - begin
         ahead.seconds += seconds
         if sure:
@@ -141,14 +154,20 @@ class PolicyLearner:
 
     def step(self, batch: Batch) -> StepReport:
         """Consume one batch: ``num_iterations`` passes of ``minibatches`` updates. An empty batch makes no update."""
+        with self.ranks.together(f"step {self.version}"):
+            return self._step(batch)
+
+    def _step(self, batch: Batch) -> StepReport:
         begin, updates_before = time.perf_counter(), self.updates
         if self._ahead is not None:
             self._ahead.require_continued(batch.rows)
             begin -= self._ahead.seconds
         annotated = self._timed("annotate", self.known_at_start, batch.rows) if self._annotates else NOTHING_KNOWN
-        rows = self.revised(batch, annotated)
-        require_finite(rows)
-        annotated = self.with_targets(batch, annotated)
+        with self.ranks.agreement("rows of a step"):
+            rows = self.revised(batch, annotated)
+            require_finite(rows)
+            annotated = self.with_targets(batch, annotated)
+        self.ranks.agree("rows of a step", same=[(row.group, row.sample, len(row.trained)) for row in rows])
         tally, values = StepTally(rows), ValueTally()
         for iteration in range(self.config.num_iterations):
             for part in minibatches(batch, rows, self.config.minibatches):
@@ -198,7 +217,8 @@ class PolicyLearner:
 
     def annotate(self, rows: Sequence[Row]) -> list[np.ndarray]:
         """Log-probabilities of the policy as it is now, [T] float32 per row; 0 where the loss does not need them."""
-        return self._logprobs(self.policy, rows, useful_rows(rows, range(len(rows)), self.objective))
+        with self.ranks.together("annotate"):
+            return self._logprobs(self.policy, rows, useful_rows(rows, range(len(rows)), self.objective))
 
     def known_at_start(self, rows: Sequence[Row]) -> Annotated:
         """What the objective needs to know of the rows before the first update of a step."""
@@ -236,7 +256,8 @@ class PolicyLearner:
         own log-probabilities (detached) are used. Rows of one rollout stand together in ``wanted``. ``stats`` may hold
         earlier parts of the same update.
         """
-        return self._learn(wanted, objective, rows, known, stats, first=0)
+        with self.ranks.together("forward_backward"):
+            return self._learn(wanted, objective, rows, known, stats, [])
 
     def _learn(
         self,
@@ -245,21 +266,28 @@ class PolicyLearner:
         rows: Sequence[Row],
         known: Annotated,
         stats: TokenStats,
-        first: int,
+        ahead: list[_Part],
     ) -> bool:
-        """`forward_backward` from micro-batch ``first`` on; those before it are in ``stats`` and the gradient."""
+        """`forward_backward` from behind the parts that were made ``ahead``; their gradients are there already."""
         before = stats.divisor
         useful = useful_rows(rows, wanted, objective)
         self._count_the_others(wanted, useful, objective, rows, stats)
+        own, todo = list(ahead), self.passes.shares(rows, useful, objective.whole_rollouts)[len(ahead) :]
+        for place, share in enumerate(todo, start=1):
+            self.sharding.begin(last=place == len(todo))
+            own.append(self._part(share, objective, rows, known))
+        if known.reference_hidden is not None:
+            at_rest(self.reference)
+        self.sharding.settle()
+        for part in self._parts_of_all(own):
+            stats.include(part.stats)
         self.optimizer.divisor += stats.divisor - before
-        for packed in islice(self.passes.packed(rows, useful, objective.whole_rollouts), first, None):
-            self._learn_packed(packed, objective, rows, known, stats)
         return bool(useful) and stats.divisor > 0
 
-    def _learn_packed(
-        self, packed: Packed, objective: TokenObjective, rows: Sequence[Row], known: Annotated, stats: TokenStats
-    ) -> None:
-        """Add the gradient of one micro-batch, and to the divisor."""
+    def _part(self, share: Share, objective: TokenObjective, rows: Sequence[Row], known: Annotated) -> _Part:
+        """Add the gradient of one micro-batch. With several ranks an error waits until they agree: the others are in
+        their backward passes, which take all ranks."""
+        packed, part = pack(rows, share.trees), _Part(share.number, TokenStats(), share.counts)
         scores = self.passes.score(
             self.policy,
             rows,
@@ -268,16 +296,48 @@ class PolicyLearner:
             entropy_has_gradient=objective.entropy_has_gradient,
             reference=self._reference_states(known),
         )
+        loss = None
+        if share.counts:
+            try:
+                loss = self._loss(packed, scores, objective, rows, known, part.stats)
+            except Exception as error:
+                if self.ranks is ALONE:
+                    raise
+                part.error = error
+        (scores.logprobs.sum() * 0.0 if loss is None else loss).backward()
+        return part
+
+    def _loss(
+        self,
+        packed: Packed,
+        scores: Scores,
+        objective: TokenObjective,
+        rows: Sequence[Row],
+        known: Annotated,
+        stats: TokenStats,
+    ) -> torch.Tensor:
+        """Of one micro-batch, before it is divided; counted in ``stats``."""
         tokens = tokens_of(rows, packed, scores, known, self.version)
         found = objective.token_losses(tokens)
         shares = objective.shares(found.kept, tokens.sequences)
         loss = torch.where(found.kept, found.losses * shares, 0.0).sum()
-        loss.backward()
         stats.count(rows, packed, tokens, found, version=self.version)
         stats.loss_sum += float(loss.detach())
-        divisor = objective.divisor(found.kept, tokens.sequences)
-        stats.divisor += divisor
-        self.optimizer.divisor += divisor
+        stats.divisor += objective.divisor(found.kept, tokens.sequences)
+        return loss
+
+    def _parts_of_all(self, own: list[_Part]) -> list[_Part]:
+        """Every rank's micro-batches, in order; an error in one of them is an error everywhere, and nothing is left of
+        the gradient."""
+        error = next((part.error for part in own if part.error is not None), None)
+        try:
+            self.ranks.agree("micro-batches", error)
+        except NearpolicyError:
+            self.forget_gradient()
+            raise
+        told = [(part.number, part.stats) for part in own if part.counts]
+        everything = [part for of_rank in self.ranks.exchange("counts", told) for part in of_rank]
+        return [_Part(number, stats) for number, stats in sorted(everything, key=lambda part: part[0])]
 
     def normalise(self) -> None:
         """Divide the gradient that has been added up by its divisor."""
@@ -285,21 +345,24 @@ class PolicyLearner:
 
     def forget_gradient(self) -> None:
         """Throw away what has been added up."""
+        self.sharding.forget()
         self.optimizer.zero_grad()
         self._ahead = None
 
     def optim_step(self, rate: float) -> float:
         """Normalise, clip, update, forget the gradient; returns the norm before clipping. A non-finite gradient is not
         applied."""
-        norm = self.optimizer.step(rate, self.config.max_grad_norm)
+        with self.ranks.together("optim_step"):
+            norm = self.optimizer.step(rate, self.config.max_grad_norm)
         self.updates += bool(np.isfinite(norm))
         return norm
 
     def supervised_step(self, rows: Sequence[Row], objective: TokenObjective, rate: float) -> float:
         """One update of maximum likelihood; does not count as a step. Returns the mean loss over tokens, in nats."""
         stats = TokenStats()
-        self.forward_backward(range(len(rows)), objective, rows, NOTHING_KNOWN, stats)
-        norm = self.optimizer.step(rate, self.config.max_grad_norm)
+        with self.ranks.together("supervised_step"):
+            self.forward_backward(range(len(rows)), objective, rows, NOTHING_KNOWN, stats)
+            norm = self.optimizer.step(rate, self.config.max_grad_norm)
         if not np.isfinite(norm):
             raise NearpolicyError(
                 f"the gradient of a supervised step over {len(rows)} rows is not finite (norm {norm}, loss "
@@ -318,9 +381,10 @@ class PolicyLearner:
     def begin(self) -> None:
         """Take the weights of now for version 0: fresh moments, since those of a warm start belong to another loss."""
         self.optimizer = MasterAdamW(self.policy, self.config)
-        self.settle_reference()
-        if self.critic is not None:
-            self.critic.begin(self.policy)
+        with self.ranks.together("begin"):
+            self.settle_reference()
+            if self.critic is not None:
+                self.critic.begin(self.policy)
 
     def settle_reference(self) -> None:
         """If the reference is a copy of the initial policy: the weights of now are the initial ones."""
@@ -328,10 +392,22 @@ class PolicyLearner:
         if own and self.objective.config.reference == "initial":
             load_weights(self.reference.model, self.policy.weights())
 
-    def weights(self, parent: int | None) -> Weights:
-        """What there is to publish; the tensors are the live ones, so publish before the next step."""
-        tensors = self.policy.weights()
-        parts = digests(tensors)
+    def weights(self, parent: int | None, *, keep: bool = True) -> Weights:
+        """What there is to publish; the tensors are the live ones, so publish before the next step.
+
+        Of several ranks all get the same record and digests; the tensors are put together one by one, and only rank 0
+        keeps them, in host memory, and only if it is to ``keep`` them (`shards` are what each rank has anyway).
+        """
+        if self.ranks is ALONE:
+            tensors = self.policy.weights()
+            parts = digests(tensors)
+        else:
+            tensors, parts = {}, {}
+            with self.ranks.together("weights"):
+                for name, tensor in self.policy.whole_weights():
+                    parts[name] = digest(tensor)
+                    if keep and self.ranks.rank == 0:
+                        tensors[name] = tensor.detach().cpu()
         record = VersionRecord(
             lineage=self.lineage,
             version=self.version,
@@ -341,6 +417,13 @@ class PolicyLearner:
             digests=parts,
         )
         return Weights(record=record, tensors=tensors, digests=parts, adapter=self.policy.adapter())
+
+    def shards(self) -> dict[str, Shard]:
+        """What this rank holds of each tensor of `weights`, the live memory; of several copies each rank shows its own.
+        Matrices with an adapter are put together first, one by one: their pieces are copies of rows of the merged
+        ones."""
+        with self.ranks.together("shards"):
+            return dict(self.policy.pieces())
 
     def state(self) -> dict[str, Any]:
         """Everything beside the weights that the next step depends on; with an adapter that is what there is of them,
@@ -459,8 +542,8 @@ class PolicyLearner:
         self, part: Sequence[int], rows: Sequence[Row], annotated: Annotated, tally: StepTally, *, first_pass: bool
     ) -> None:
         ahead, self._ahead = self._ahead or _Ahead(), None
-        stats, known = ahead.stats, self.with_choice(part, rows, annotated)
-        learn = partial(self._learn, part, self.objective, rows, known, stats, ahead.num_done)
+        stats, known = TokenStats(), self.with_choice(part, rows, annotated)
+        learn = partial(self._learn, part, self.objective, rows, known, stats, ahead.parts)
         if self._timed("forward_backward", learn):
             norm = self._timed("optim", self.optim_step, self.learning_rate)
             tally.add(stats, norm, first_pass=first_pass)
@@ -523,13 +606,22 @@ class PolicyLearner:
 
 
 @dataclass(slots=True)
+class _Part:
+    """What one rank has made of one micro-batch, beside the gradient."""
+
+    number: int
+    """Place in the order of all micro-batches of the update."""
+    stats: TokenStats
+    counts: bool = True
+    error: Exception | None = None
+
+
+@dataclass(slots=True)
 class _Ahead:
     """The part of an update that was made before its batch was complete."""
 
     rows: tuple[Row, ...] = ()
-    num_done: int = 0
-    """Micro-batches."""
-    stats: TokenStats = field(default_factory=TokenStats)
+    parts: list[_Part] = field(default_factory=list)
     seconds: float = 0.0
 
     def require_continued(self, rows: Sequence[Row]) -> None:

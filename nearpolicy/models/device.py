@@ -1,4 +1,4 @@
-"""The one place that picks the device of engine and learner."""
+"""The one place that picks the device of engine and learner, and what moves tensors between processes."""
 
 from __future__ import annotations
 
@@ -12,3 +12,12 @@ def pick_device() -> torch.device:
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator if accelerator is not None else torch.device("cpu")
+
+
+def pick_backend(device: torch.device) -> str:
+    """What carries collective operations: gloo between CPUs; between CUDA devices nccl, with gloo beside it for what
+    lies in host memory.
+
+    Only gloo has been run: there is no CUDA device where this project is developed.
+    """
+    return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"

@@ -21,9 +21,11 @@ Seconds of one thread for a forward and backward pass there, by packed tokens:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,11 +33,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from nearpolicy.errors import ModelError
-from nearpolicy.models.attention import PackedContext
-from nearpolicy.models.policy import PolicyModel
+from nearpolicy.models.pieces import part_of, piece, whole
+from nearpolicy.models.policy import PolicyModel, Scores
 from nearpolicy.models.targets import ALL_LINEAR, is_named, last_names
-from nearpolicy.models.weights import digest, digests, fingerprint, named_weights
-from nearpolicy.roles import Adapter
+from nearpolicy.models.weights import digest, fingerprint, named_weights
+from nearpolicy.roles import Adapter, Shard
 
 NAMES_OF_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 """What PEFT (0.21), in whose format adapters are saved, takes for the experts of a mixture, also where a dense layer is
@@ -74,8 +76,9 @@ class LoraLinear(nn.Linear):
         self._switch = switch
 
     def merged(self) -> Tensor:
-        """[out, in] what the layer computes with."""
-        return merged(self.weight, self.lora_A, self.lora_B, self.scaling)
+        """[out, in] what the layer computes with. The whole of it, also where ranks hold the base in pieces: the bits
+        of a product of some rows may be others."""
+        return merged(whole(self.weight), self.lora_A, self.lora_B, self.scaling)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self._switch.on:
@@ -147,8 +150,8 @@ class LoraPolicy(PolicyModel):
     @property
     def base_fingerprint(self) -> str:
         """Of the weights that the adapter changes, as they are without it."""
-        factors = self.factors()
-        return fingerprint(digests({n: t for n, t in named_weights(self.model).items() if n not in factors}))
+        base = ((name, t) for name, t in named_weights(self.model).items() if not is_factor(name))
+        return fingerprint({name: digest(whole(tensor)) for name, tensor in base})
 
     def without_adapter(self) -> PolicyModel:
         """The base model as a policy of its own, in the same memory."""
@@ -170,6 +173,23 @@ class LoraPolicy(PolicyModel):
         """As of any policy; the matrices with an adapter are merged copies."""
         return self._without_factors(named_weights(self.model))
 
+    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        layers = {f"{name}.weight": layer for name, layer in self.layers.items()}
+        for name, tensor in named_weights(self.model).items():
+            if name in layers:
+                yield name, layers[name].merged()
+            elif not is_factor(name):
+                yield name, whole(tensor)
+
+    def pieces(self) -> Iterator[tuple[str, Shard]]:
+        """As of any policy; those of the matrices with an adapter are copied out of the merged ones."""
+        layers = {f"{name}.weight": layer for name, layer in self.layers.items()}
+        for name, tensor in named_weights(self.model).items():
+            if name in layers:
+                yield name, replace(piece(tensor), tensor=part_of(layers[name].merged(), tensor).clone())
+            elif not is_factor(name):
+                yield name, piece(tensor)
+
     def adapter(self) -> Adapter:
         factors = {f"{name}.weight": (x.lora_A.detach(), x.lora_B.detach()) for name, x in self.layers.items()}
         shown = {name: (digest(a), digest(b)) for name, (a, b) in factors.items()}
@@ -180,7 +200,7 @@ class LoraPolicy(PolicyModel):
 
     def factors(self) -> dict[str, Tensor]:
         """``layer.lora_A`` [rank, in] and ``layer.lora_B`` [out, rank] of every layer: all that is trained."""
-        return {name: tensor.detach() for name, tensor in self.model.named_parameters() if _is_factor(name)}
+        return {name: tensor.detach() for name, tensor in self.model.named_parameters() if is_factor(name)}
 
     @torch.no_grad()
     def load_factors(self, factors: Mapping[str, Tensor]) -> None:
@@ -199,29 +219,41 @@ class LoraPolicy(PolicyModel):
 
     def _without_factors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         changed = {f"{name}.weight": layer.merged() for name, layer in self.layers.items()}
-        return {name: changed.get(name, tensor) for name, tensor in tensors.items() if not _is_factor(name)}
+        return {name: changed.get(name, tensor) for name, tensor in tensors.items() if not is_factor(name)}
 
 
 class _BasePolicy(PolicyModel):
-    """A `LoraPolicy` with its adapter off. Only to compare with: it gives no gradient, since a backward pass may
-    compute layers again, and would find the adapter on."""
+    """A `LoraPolicy` with its adapter off: every call goes to that policy, which alone is a root. Only to compare with:
+    it gives no gradient, since a backward pass may compute layers again, and would find the adapter on."""
 
     def __init__(self, policy: LoraPolicy) -> None:
         super().__init__(policy.model)
-        self._switch = policy.switch
+        self._policy = (policy,)  # not a part of this module: it is the other way round
+
+    @property
+    def root(self) -> PolicyModel:
+        return self._policy[0]
 
     @torch.no_grad()
-    def hidden(self, input_ids: Tensor, positions: Tensor, context: PackedContext) -> Tensor:
-        with self._switch.off():
-            return super().hidden(input_ids, positions, context)
+    def _without(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        with self.root.switch.off():
+            return call(*arguments, **options)
 
-    @torch.no_grad()
+    def forward(self, *arguments: Any, **options: Any) -> Scores:
+        return self._without(self.root, *arguments, **options)
+
+    def states(self, *arguments: Any) -> Tensor:
+        return self._without(self.root.states, *arguments)
+
+    def hidden(self, *arguments: Any) -> Tensor:
+        return self._without(self.root.hidden, *arguments)
+
     def head(self, hidden: Tensor) -> Tensor:
-        with self._switch.off():
-            return super().head(hidden)
+        return self._without(self.root.head, hidden)
 
 
-def _is_factor(name: str) -> bool:
+def is_factor(name: str) -> bool:
+    """Whether a parameter of this name is an A or a B."""
     return name.endswith((".lora_A", ".lora_B"))
 
 

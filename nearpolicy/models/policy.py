@@ -1,13 +1,13 @@
 """The root module: a Hugging Face causal language model whose forward gives what learner and engine need.
 
-The learner (and FSDP2, which only hooks a root's ``forward``) calls `PolicyModel.forward`: log-probabilities and
-entropies of chosen rows, with the vocabulary head applied in chunks inside. The engine calls `logits`. Both go through
-the same hidden states, the same head and the same attention function.
+The learner (and FSDP2, which only hooks what enters a root) calls `PolicyModel.forward`: log-probabilities and
+entropies of chosen rows, with the vocabulary head applied in chunks inside; and `PolicyModel.states`. The engine calls
+`logits`. All go through the same hidden states, the same head and the same attention function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,10 +18,11 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from nearpolicy.models.attention import PackedContext
+from nearpolicy.models.pieces import piece, whole
 from nearpolicy.models.weights import named_weights
 
 if TYPE_CHECKING:
-    from nearpolicy.roles import Adapter
+    from nearpolicy.roles import Adapter, Shard
 
 HEAD_CHUNK = 512
 """Rows of logits held at once; more rows are computed in chunks and recomputed in backward."""
@@ -61,9 +62,25 @@ class PolicyModel(nn.Module):
     def device(self) -> torch.device:
         return next(self.parameters()).device
 
+    @property
+    def root(self) -> PolicyModel:
+        """The policy whose forward is called in the end."""
+        return self
+
     def weights(self) -> dict[str, Tensor]:
         """Canonical Hugging Face name -> tensor, of what this policy computes with; tied tensors once."""
         return named_weights(self.model)
+
+    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """`weights` one by one. Where ranks hold them in pieces, all ranks take each at the same time, and no more than
+        one is put together at once."""
+        for name, tensor in named_weights(self.model).items():
+            yield name, whole(tensor)
+
+    def pieces(self) -> Iterator[tuple[str, Shard]]:
+        """What this rank holds of each of the `weights`."""
+        for name, tensor in named_weights(self.model).items():
+            yield name, piece(tensor)
 
     def adapter(self) -> Adapter | None:
         """What of `weights` differs from the model that was loaded, if that is all that is ever trained."""
@@ -73,9 +90,32 @@ class PolicyModel(nn.Module):
         """An ordinary Hugging Face folder with `weights`."""
         self.model.save_pretrained(folder)
 
+    def save_config(self, folder: Path) -> None:
+        """What of such a folder is not weights."""
+        config = self.model.config
+        config.dtype = str(self.model.dtype).removeprefix("torch.")
+        config.architectures = [type(self.model).__name__]
+        config.save_pretrained(folder)
+        if self.model.can_generate():
+            self.model.generation_config.save_pretrained(folder)
+
+    def on_disk(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole `weights` of one layer under the names, and in the shapes, that files of this model have."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        tied, unsaved = (
+            getattr(self.model, name, None) for name in ("all_tied_weights_keys", "_keys_to_ignore_on_save")
+        )
+        named = {(tied or {}).get(name, name): tensor for name, tensor in weights.items()}
+        return revert_weight_conversion(self.model, {n: t for n, t in named.items() if n not in (unsaved or ())})
+
     def hidden(self, input_ids: Tensor, positions: Tensor, context: PackedContext) -> Tensor:
         """[T] ids and positions -> [T, hidden] last hidden states."""
         return last_hidden(self.model.get_decoder(), input_ids, positions, context)
+
+    def states(self, input_ids: Tensor, positions: Tensor, context: PackedContext, rows: Tensor) -> Tensor:
+        """[rows, hidden] last hidden states of the chosen packed rows."""
+        return self.hidden(input_ids, positions, context)[rows]
 
     def head(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, V] logits, with the scaling and soft-cap of the family."""
@@ -215,7 +255,7 @@ class _TokenScores(torch.autograd.Function):
         ctx.save_for_backward(logprobs, targets, entropies, reference_logprobs, kl)
         ctx.temperature, ctx.dtype = temperature, logits.dtype
         ctx.set_materialize_grads(False)
-        return logprobs.gather(1, targets[:, None])[:, 0], entropies, kl
+        return logprobs.gather(1, targets[:, None])[:, 0].clone(), entropies, kl  # no view: FSDP2 hooks it
 
     @staticmethod
     @once_differentiable

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from nearpolicy.errors import SyncError
 from nearpolicy.machine import num_cores
+from nearpolicy.models.pieces import fill, in_pieces
 
 _CPU = torch.device("cpu")
 
@@ -28,7 +29,8 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
 def _with_aliases(model: nn.Module) -> list[tuple[list[str], Tensor]]:
     groups: dict[tuple[int, tuple[int, ...]], tuple[list[str], Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        key = (tensor.data_ptr(), tuple(tensor.shape)) if tensor.numel() else (id(tensor), ())
+        plain = tensor.numel() and not in_pieces(tensor)  # a tensor in pieces may have none here, and no address
+        key = (tensor.data_ptr(), tuple(tensor.shape)) if plain else (id(tensor), ())
         groups.setdefault(key, ([], tensor.detach()))[0].append(name)
     return list(groups.values())
 
@@ -92,9 +94,15 @@ def _copied(target: Tensor, source: Tensor) -> str:
 
 @torch.no_grad()
 def load_weights(model: nn.Module, incoming: Mapping[str, Tensor]) -> None:
-    """Copy ``incoming`` into the model in place; every tensor of the model must be given, under any of its names."""
+    """Copy ``incoming`` into the model in place; every tensor of the model must be given, under any of its names. Of a
+    model in pieces each rank takes its own."""
     for _, target, source in _fitting(model, incoming):
-        target.copy_(source)
+        fill(target, source)
+
+
+def require_fit(model: nn.Module, incoming: Mapping[str, Tensor]) -> None:
+    """`SyncError` unless `load_weights` would take ``incoming``."""
+    _fitting(model, incoming)
 
 
 def _fitting(model: nn.Module, incoming: Mapping[str, Tensor]) -> list[tuple[str, Tensor, Tensor]]:
@@ -110,7 +118,7 @@ def _fitting(model: nn.Module, incoming: Mapping[str, Tensor]) -> list[tuple[str
         source = incoming[given[0]]
         if source.shape != target.shape:
             problems.append(f"{given[0]!r} is {list(source.shape)} there and {list(target.shape)} here")
-        elif any(not torch.equal(incoming[name], source) for name in given[1:]):
+        elif any(incoming[name] is not source and not torch.equal(incoming[name], source) for name in given[1:]):
             problems.append(f"{' and '.join(given)} are one tensor here, but different ones were sent")
         else:
             copies.append((names[0], target, source))

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from nearpolicy.learner.config import LearnerConfig
+from nearpolicy.learner.ranks import Together
 from nearpolicy.learner.step import PolicyLearner
 from nearpolicy.models.loading import load_policy, resolve
 from nearpolicy.models.numerics import Numerics
@@ -34,9 +35,11 @@ def learner(
     total_steps: int = 10,
     threads: int = 1,
     policy: torch.nn.Module | None = None,
+    ranks: Together | None = None,
     **config,
 ) -> PolicyLearner:
-    settings = LearnerConfig(**{"learning_rate": 1e-3, "max_grad_norm": None} | config)
+    shared = {} if ranks is None else {"ranks": ranks.size}
+    settings = LearnerConfig(**{"learning_rate": 1e-3, "max_grad_norm": None} | shared | config)
     chosen = objective if objective is not None else ObjectiveConfig()
     return PolicyLearner(
         policy or load_policy(folder or model_folder(), dtype, known_to_fit=True),
@@ -46,6 +49,7 @@ def learner(
         temperature=temperature,
         total_steps=total_steps,
         threads=threads,
+        ranks=ranks,
     )
 
 
