@@ -12,6 +12,7 @@ raises, and what is loaded is compared, digest by digest, with what was sent.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -21,9 +22,9 @@ import torch
 from torch import Tensor
 
 from nearpolicy.errors import SyncError
-from nearpolicy.models.weights import fingerprint
+from nearpolicy.models.weights import digest, fingerprint
 from nearpolicy.roles import Adapter, Entry, Shard, Shipment, VersionRecord, Weights
-from nearpolicy.sync.plan import Copy, Layout, Piece, Place, box_of, dtype_called, plan, whole
+from nearpolicy.sync.plan import Copy, Layout, Piece, Place, box_of, dtype_called, plan, slices, whole
 
 T = TypeVar("T")
 
@@ -211,3 +212,25 @@ def still_true(digests: Mapping[str, str], shards: Mapping[str, Shard], wire: to
     """Whether digests of the learner's tensors are those of what travels: nothing is cast."""
     same = all(wire is None or not s.tensor.is_floating_point() or s.tensor.dtype == wire for s in shards.values())
     return bool(digests) and same and digests.keys() == shards.keys()
+
+
+@torch.no_grad()
+def digests_among(peers: Peers, route: Route, shards: Mapping[str, Shard]) -> dict[str, str]:
+    """Digests of the tensors as they travel, on every rank. Several ranks hand each tensor's pieces to each other, one
+    tensor at a time: digests that are known already are much cheaper."""
+    found = {}
+    mine: dict[str, list[Copy]] = {}
+    for copy in route.copies:
+        if copy.holder == peers.rank:
+            mine.setdefault(copy.name, []).append(copy)
+    for name, shape in route.layout.shapes.items():
+        dtype = dtype_called(route.layout.dtypes[name])
+        pieces = [
+            (copy.destination, shards[name].tensor.detach()[slices(copy.source)].to(dtype).cpu().contiguous())
+            for copy in mine.get(name, [])
+        ]
+        whole_one = torch.empty(shape, dtype=dtype)
+        for box, piece in itertools.chain.from_iterable(peers.exchange(pieces)):
+            whole_one[slices(box)] = piece
+        found[name] = digest(whole_one)
+    return found
