@@ -11,9 +11,10 @@ raises, and what is loaded is compared, digest by digest, with what was sent.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
@@ -27,6 +28,7 @@ from nearpolicy.roles import Adapter, Entry, Shard, Shipment, VersionRecord, Wei
 from nearpolicy.sync.plan import Copy, Layout, Piece, Place, box_of, dtype_called, plan, slices, whole
 
 T = TypeVar("T")
+Load = Callable[[Weights], Awaitable[Mapping[str, str]]]
 
 
 class Peers(Protocol):
@@ -76,8 +78,11 @@ class Sender(Protocol):
         where somebody has them already; else empty, and the sender makes them. What was sent before may be gone."""
         ...
 
-    def deliver(self, shipment: Shipment, members: Sequence[str]) -> Sequence[str]:
-        """Hand it to these receivers while they receive; who got all of it. A transport whose receivers fetch by
+    def deliver(
+        self, shipment: Shipment, members: Sequence[str], awaited: Sequence[str] | None = None
+    ) -> Sequence[str]:
+        """Hand it to these receivers while they receive; who got all of it. Of ``awaited``, all by default, it waits
+        for each, in bounded time; the others come along if they are there. A transport whose receivers fetch by
         themselves has nothing to do. The tensors must be those of `send` still."""
         ...
 
@@ -131,6 +136,16 @@ def arrived(weights: Weights, receiver: Receiver) -> Iterator[Weights]:
             yield replace(weights, tensors=tensors, shipment=None)
         else:
             yield replace(weights, adapter=_adapter(shipment, tensors), shipment=None)
+
+
+async def load_arrived(load: Load, weights: Weights, receiver: Receiver) -> Mapping[str, str]:
+    """Receive in a thread, then ``load`` (`Generator.load`), with the tensors held until it has ended."""
+    context = arrived(weights, receiver)
+    here = await asyncio.to_thread(context.__enter__)
+    try:
+        return await load(here)
+    finally:
+        context.__exit__(None, None, None)
 
 
 def factors_by_name(adapter: Adapter) -> dict[str, Tensor]:
