@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 MAY_CHANGE = (
     "run.steps", "run.keep_versions", "checkpoint", "evaluation", "telemetry", "monitors", "store", "verifier.workers",
     "generator.threads", "learner.threads", "queue.rollout_timeout_s", "queue.rollout_retries", "queue.stall_timeout_s",
-    "queue.max_rounds", "sync.timeout_s",
+    "queue.max_rounds", "sync.timeout_s", "sync.transport", "sync.path", "sync.delta", "sync.anchor_every",
+    "sync.bucket_mb",
 )  # fmt: skip
 """Keys, and sections, that may differ when a run is taken up again."""
 

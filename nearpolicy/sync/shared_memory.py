@@ -167,7 +167,9 @@ class SharedMemorySender:
             place=str(segment.path),
         )
 
-    def deliver(self, shipment: Shipment, members: Sequence[str]) -> Sequence[str]:
+    def deliver(
+        self, shipment: Shipment, members: Sequence[str], awaited: Sequence[str] | None = None
+    ) -> Sequence[str]:
         return members
 
     def close(self) -> None:

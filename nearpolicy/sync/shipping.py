@@ -11,8 +11,10 @@ raises, and what is loaded is compared, digest by digest, with what was sent.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
@@ -21,11 +23,12 @@ import torch
 from torch import Tensor
 
 from nearpolicy.errors import SyncError
-from nearpolicy.models.weights import fingerprint
+from nearpolicy.models.weights import digest, fingerprint
 from nearpolicy.roles import Adapter, Entry, Shard, Shipment, VersionRecord, Weights
-from nearpolicy.sync.plan import Copy, Layout, Piece, Place, box_of, dtype_called, plan, whole
+from nearpolicy.sync.plan import Copy, Layout, Piece, Place, box_of, dtype_called, plan, slices, whole
 
 T = TypeVar("T")
+Load = Callable[[Weights], Awaitable[Mapping[str, str]]]
 
 
 class Peers(Protocol):
@@ -75,8 +78,11 @@ class Sender(Protocol):
         where somebody has them already; else empty, and the sender makes them. What was sent before may be gone."""
         ...
 
-    def deliver(self, shipment: Shipment, members: Sequence[str]) -> Sequence[str]:
-        """Hand it to these receivers while they receive; who got all of it. A transport whose receivers fetch by
+    def deliver(
+        self, shipment: Shipment, members: Sequence[str], awaited: Sequence[str] | None = None
+    ) -> Sequence[str]:
+        """Hand it to these receivers while they receive; who got all of it. Of ``awaited``, all by default, it waits
+        for each, in bounded time; the others come along if they are there. A transport whose receivers fetch by
         themselves has nothing to do. The tensors must be those of `send` still."""
         ...
 
@@ -130,6 +136,16 @@ def arrived(weights: Weights, receiver: Receiver) -> Iterator[Weights]:
             yield replace(weights, tensors=tensors, shipment=None)
         else:
             yield replace(weights, adapter=_adapter(shipment, tensors), shipment=None)
+
+
+async def load_arrived(load: Load, weights: Weights, receiver: Receiver) -> Mapping[str, str]:
+    """Receive in a thread, then ``load`` (`Generator.load`), with the tensors held until it has ended."""
+    context = arrived(weights, receiver)
+    here = await asyncio.to_thread(context.__enter__)
+    try:
+        return await load(here)
+    finally:
+        context.__exit__(None, None, None)
 
 
 def factors_by_name(adapter: Adapter) -> dict[str, Tensor]:
@@ -211,3 +227,25 @@ def still_true(digests: Mapping[str, str], shards: Mapping[str, Shard], wire: to
     """Whether digests of the learner's tensors are those of what travels: nothing is cast."""
     same = all(wire is None or not s.tensor.is_floating_point() or s.tensor.dtype == wire for s in shards.values())
     return bool(digests) and same and digests.keys() == shards.keys()
+
+
+@torch.no_grad()
+def digests_among(peers: Peers, route: Route, shards: Mapping[str, Shard]) -> dict[str, str]:
+    """Digests of the tensors as they travel, on every rank. Several ranks hand each tensor's pieces to each other, one
+    tensor at a time: digests that are known already are much cheaper."""
+    found = {}
+    mine: dict[str, list[Copy]] = {}
+    for copy in route.copies:
+        if copy.holder == peers.rank:
+            mine.setdefault(copy.name, []).append(copy)
+    for name, shape in route.layout.shapes.items():
+        dtype = dtype_called(route.layout.dtypes[name])
+        pieces = [
+            (copy.destination, shards[name].tensor.detach()[slices(copy.source)].to(dtype).cpu().contiguous())
+            for copy in mine.get(name, [])
+        ]
+        whole_one = torch.empty(shape, dtype=dtype)
+        for box, piece in itertools.chain.from_iterable(peers.exchange(pieces)):
+            whole_one[slices(box)] = piece
+        found[name] = digest(whole_one)
+    return found

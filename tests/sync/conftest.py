@@ -8,6 +8,10 @@ from far import Far
 _helpers: list[Far] = []
 
 
+def _loads() -> None:
+    import shipping_cases  # noqa: F401  (and torch with it)
+
+
 @pytest.fixture(scope="session")
 def _ends_helpers():
     yield
@@ -15,9 +19,22 @@ def _ends_helpers():
         helper.close()
 
 
+def _alive(count: int) -> list[Far]:
+    _helpers[:] = [helper for helper in _helpers if helper.alive]
+    new = [Far() for _ in range(count - len(_helpers))]
+    for answer in [helper.ask(_loads) for helper in new]:  # at the same time, and before the test
+        answer.result(60)
+    _helpers.extend(new)
+    return _helpers[:count]
+
+
 @pytest.fixture
 def helpers(_ends_helpers):
-    """Three processes."""
-    _helpers[:] = [helper for helper in _helpers if helper.alive]
-    _helpers.extend(Far() for _ in range(3 - len(_helpers)))
-    return list(_helpers)
+    """Two processes."""
+    return _alive(2)
+
+
+@pytest.fixture
+def helper(_ends_helpers):
+    """A process."""
+    return _alive(1)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,3 +54,46 @@ def forget(name: str) -> None:
     receiver = _receivers.pop(name, None)
     if receiver is not None:
         receiver.close()
+
+
+class Together:
+    """Ranks that are threads."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self._barrier = size, threading.Barrier(size)
+        self._values = [None] * size
+
+    def rank_of(self, rank: int):
+        together = self
+
+        class Rank:
+            size = together.size
+
+            def exchange(self, value):
+                together._values[rank] = value
+                together._barrier.wait(60)
+                found = list(together._values)
+                together._barrier.wait(60)
+                return found
+
+        peer = Rank()
+        peer.rank = rank
+        return peer
+
+
+def by_ranks(size: int, act) -> list:
+    """What ``act(rank, peers)`` gives in each of ``size`` threads, or the first error."""
+    together, found = Together(size), [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = act(rank, together.rank_of(rank))
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found

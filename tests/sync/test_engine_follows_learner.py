@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +20,10 @@ from nearpolicy.models.loading import load_policy
 from nearpolicy.models.lora import LoraPolicy
 from nearpolicy.models.weights import digests, named_weights
 from nearpolicy.roles import Completion, Request
+from nearpolicy.sync.config import SyncConfig
 from nearpolicy.sync.publisher import Publisher
+from nearpolicy.sync.shipping import load_arrived, ship
+from nearpolicy.sync.transports import make_receiver, make_sender
 
 
 class Direct:
@@ -82,6 +86,60 @@ def test_after_every_sync_the_engine_provably_holds_the_weights_of_the_learner(b
                     runner = started()
         finally:
             runner.close()
+
+    asyncio.run(scenario())
+
+
+class Shipping:
+    """A learner whose tensors leave by a transport, and a generator that gets them by it."""
+
+    def __init__(
+        self, own: PolicyLearner, runner: EngineRunner, transport: str, path: Path, adapter_only: bool
+    ) -> None:
+        config = SyncConfig(timeout_s=60, transport=transport, **({"path": str(path)} if transport == "files" else {}))
+        self.own, self.runner, self.adapter_only = own, runner, adapter_only
+        self.sender = make_sender(config, transport, run="run", folder=path)
+        self.receiver = make_receiver(transport, "generator 0")
+
+    async def weights(self, parent):
+        weights = self.own.weights(parent)
+        return ship(replace(weights, tensors={}) if self.adapter_only else weights, self.sender)
+
+    async def deliver(self, weights, members, awaited):
+        return await asyncio.to_thread(self.sender.deliver, weights.shipment, members, awaited)
+
+    async def load(self, weights):
+        assert not weights.tensors and weights.adapter is None
+        return await load_arrived(self.runner.load, weights, self.receiver)
+
+
+@pytest.mark.parametrize("adapter_only", [False, True])
+@pytest.mark.parametrize("transport", ["shared_memory", "broadcast", "files"])
+def test_whatever_way_the_weights_take_the_engine_holds_those_of_the_learner(transport, adapter_only, tmp_path):
+    policy = None
+    if adapter_only:
+        model = load_policy(model_folder(), known_to_fit=True).model
+        policy = LoraPolicy(model, rank=2, alpha=4.0, target_modules=("q_proj", "down_proj"), seed=0)
+    own = learner(policy=policy) if policy else learner()
+
+    async def scenario() -> None:
+        runner = EngineRunner(make_engine(load_policy(model_folder(), known_to_fit=True), EXACT))
+        way = Shipping(own, runner, transport, tmp_path, adapter_only)
+        publisher = Publisher(way, [way], timeout_s=60, adapter_only=adapter_only, deliver=way.deliver)
+        try:
+            for version in range(3):
+                record = await publisher.publish()
+                assert record.version == version and publisher.may_sample("generator 0")
+                assert digests(named_weights(runner._engine.policy.model)) == own.weights(None).digests
+                with torch.no_grad():
+                    for parameter in own.policy.parameters():
+                        if parameter.requires_grad:
+                            parameter.add_(0.01)
+                own.version += 1
+        finally:
+            runner.close()
+            way.sender.close()
+            way.receiver.close()
 
     asyncio.run(scenario())
 

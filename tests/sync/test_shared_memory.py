@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 from sharded import cut_as_fsdp2
-from shipping_cases import forget, record_of, take, tensors_of, weights_of
+from shipping_cases import by_ranks, forget, record_of, take, tensors_of, weights_of
 
 from nearpolicy.errors import SyncError
 from nearpolicy.models.weights import digests, fingerprint
@@ -30,59 +29,16 @@ def segments(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.suffix != ".owner")
 
 
-def test_a_generator_in_another_process_holds_what_was_sent_version_after_version(sender, helpers, tmp_path):
+def test_a_generator_in_another_process_holds_what_was_sent_version_after_version(sender, helper, tmp_path):
     for version in range(3):
         weights = weights_of(version)
         sent = ship(weights, sender)
         assert not sent.tensors and sent.nbytes == weights.nbytes
-        for helper in helpers[:2]:
-            assert helper.do(take, "shm", SharedMemoryReceiver, sent) == weights.digests
+        for name in ("one", "other"):
+            assert helper.do(take, name, SharedMemoryReceiver, sent) == weights.digests
         assert len(segments(tmp_path)) == 1  # the same one each time
-    for helper in helpers[:2]:
-        helper.do(forget, "shm")
-
-
-class Together:
-    """Ranks that are threads."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self._barrier = size, threading.Barrier(size)
-        self._values = [None] * size
-
-    def rank_of(self, rank: int):
-        together = self
-
-        class Rank:
-            size = together.size
-
-            def exchange(self, value):
-                together._values[rank] = value
-                together._barrier.wait(10)
-                found = list(together._values)
-                together._barrier.wait(10)
-                return found
-
-        peer = Rank()
-        peer.rank = rank
-        return peer
-
-
-def by_ranks(size: int, act) -> list:
-    """What ``act(rank, peers)`` gives in each of ``size`` threads, or the first error."""
-    together, found = Together(size), [None] * size
-
-    def run(rank: int) -> None:
-        try:
-            found[rank] = act(rank, together.rank_of(rank))
-        except Exception as error:
-            found[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    for name in ("one", "other"):
+        helper.do(forget, name)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -180,18 +136,13 @@ def test_a_version_that_was_overwritten_or_is_being_written_is_refused(sender):
         pass
 
 
-def test_segments_of_a_killed_run_are_removed_by_the_next_and_those_of_a_living_one_stay(sender, helpers, tmp_path):
-    def leave(folder):
-        global left
-        left = SharedMemorySender("other", folder=folder)
-        ship(weights_of(1), left)
-
+def test_segments_of_a_killed_run_are_removed_by_the_next_and_those_of_a_living_one_stay(sender, tmp_path):
     mine = ship(weights_of(1), sender)
-    helpers[0].do(leave, tmp_path)
-    assert len(segments(tmp_path)) == 2
+    killed = SharedMemorySender("other", folder=tmp_path)
+    ship(weights_of(1), killed)
     SharedMemorySender("next", folder=tmp_path).close()
     assert len(segments(tmp_path)) == 2  # both live
-    helpers[0].kill()
+    os.close(killed._owner)  # what the kernel does
     SharedMemorySender("next", folder=tmp_path).close()
     assert segments(tmp_path) == [Path(mine.shipment.place).name]
 
