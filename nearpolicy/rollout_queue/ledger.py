@@ -48,6 +48,7 @@ unconsumed while no slot is free, more than eta B are consumed and unpublished, 
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -97,6 +98,11 @@ class Ledger:
         self.drops_at_bound = at_bound != "wait"
         """Whether groups beyond the bound are given up, instead of being waited for in time."""
         self._held: dict[int, Held] = {}
+        """By index, in its order: every question about the oldest ones ends soon."""
+        self._counts: dict[State, Counter[int]] = {state: Counter() for state in State}
+        """Admissions by state and version. A run asks with every group that ends, and holds thousands of them."""
+        self._blocked = (0, -1)
+        """A running admission without which there is no batch of so many groups: (groups, its index)."""
         self.completed_steps = 0
         self.published = 0
         """Steps contained in the newest published weights."""
@@ -118,23 +124,34 @@ class Ledger:
         if self._held or self.next_index:
             raise StalenessError("a ledger that has given out slots cannot take up the state of a run")
         self.completed_steps, self.published, self.next_index = completed, published, next_index
-        for index, oldest in running.items():
-            self._held[index] = Held(index=index, version=oldest)
-        for index, oldest in ready.items():
-            self._held[index] = Held(index=index, version=oldest, state=State.READY)
-        for index, step in consumed.items():
-            self._held[index] = Held(index=index, version=published, state=State.CONSUMED, step=step)
+        found = [Held(index=index, version=oldest) for index, oldest in running.items()]
+        found += [Held(index=index, version=oldest, state=State.READY) for index, oldest in ready.items()]
+        found += [
+            Held(index=index, version=published, state=State.CONSUMED, step=step) for index, step in consumed.items()
+        ]
+        for held in sorted(found, key=lambda held: held.index):
+            self._enter(held)
 
     def count(self, state: State) -> int:
-        return sum(held.state is state for held in self._held.values())
+        return self._counts[state].total()
 
     def indices(self, state: State) -> list[int]:
         """Admissions in this state, oldest first."""
-        return sorted(held.index for held in self._held.values() if held.state is state)
+        return [held.index for held in self._held.values() if held.state is state]
+
+    @property
+    def oldest_left(self) -> int | None:
+        """First admission that no step has used; None if there is none."""
+        return next((held.index for held in self._held.values() if held.state is not State.CONSUMED), None)
 
     @property
     def can_admit(self) -> bool:
         return len(self._held) < self.limit
+
+    @property
+    def num_free(self) -> int:
+        """Slots that new admissions may take."""
+        return max(0, self.limit - len(self._held))
 
     def lower(self, floor: int) -> bool:
         """One batch of slots less for new admissions, as under a smaller bound; False at the ``floor``."""
@@ -153,7 +170,7 @@ class Ledger:
         if not self.can_admit:
             raise StalenessError(f"admission {self.next_index} has no slot: {len(self._held)} are held")
         held = Held(index=self.next_index, version=self.published)
-        self._held[held.index] = held
+        self._enter(held)
         self.next_index += 1
         return held
 
@@ -168,12 +185,11 @@ class Ledger:
             raise StalenessError(
                 f"group {index} claims version {oldest_version}, but only {self.completed_steps} steps are completed"
             )
-        held.version, held.state = oldest_version, State.READY
+        self._change(held, State.READY, oldest_version)
 
     def drop(self, index: int) -> None:
         """The admission ends without a group; its slot is free."""
-        self._expect(index, State.RUNNING)
-        del self._held[index]
+        self._leave(self._expect(index, State.RUNNING))
 
     def roll_back(self, version: int, anew: Iterable[int]) -> None:
         """The steps from ``version`` on have not happened, and weights with that many are published next. Slots of
@@ -184,9 +200,9 @@ class Ledger:
         again = set(anew)
         for held in list(self._held.values()):
             if held.state is State.CONSUMED:
-                del self._held[held.index]
+                self._leave(held)
             elif held.state is State.RUNNING or held.index in again:
-                held.state, held.version = State.RUNNING, version
+                self._change(held, State.RUNNING, version)
             elif held.version > version:
                 raise StalenessError(f"group {held.index} of version {held.version} outlives a way back to {version}")
 
@@ -195,7 +211,7 @@ class Ledger:
         held = self._held[index]
         if held.state is State.CONSUMED:
             self._expect(index, State.READY)
-        held.state, held.version = State.RUNNING, version
+        self._change(held, State.RUNNING, version)
 
     def overdue(self) -> list[int]:
         """Groups beyond the bound. Where the learner waits for all, a run that goes on by itself has none, by the proof
@@ -203,11 +219,10 @@ class Ledger:
         groups are dropped at the bound, those still running belong to them: their oldest token may be of the version
         that they were admitted under."""
         states = (State.READY, State.RUNNING) if self.drops_at_bound else (State.READY,)
-        return sorted(
-            held.index
-            for held in self._held.values()
-            if held.state in states and self.completed_steps - held.version > self.max_staleness
-        )
+        least = self.completed_steps - self.max_staleness
+        if all(version >= least for state in states for version in self._counts[state]):
+            return []
+        return [held.index for held in self._held.values() if held.state in states and held.version < least]
 
     def state(self, index: int) -> State:
         return self._held[index].state
@@ -219,36 +234,55 @@ class Ledger:
         """A group that no step has used is not wanted any more; its slot is free."""
         if self._held[index].state is State.CONSUMED:
             self._expect(index, State.READY)
-        del self._held[index]
+        self._leave(self._held[index])
 
     def batch(self, count: int) -> list[int] | None:
         """Indices of the next ``count`` groups, or None while the learner has to wait."""
-        waiting = [held for held in self._held.values() if held.state is not State.CONSUMED]
-        ready = [held for held in waiting if held.state is State.READY]
-        if len(ready) < count:
+        if self.count(State.READY) < count:
             return None
-        if self._order == "admission":
-            first = sorted(waiting, key=lambda held: held.index)[:count]
-            if any(held.state is not State.READY for held in first):
+        return self._first(count) if self._order == "admission" else self._oldest(count)
+
+    def _first(self, count: int) -> list[int] | None:
+        """By index; None while one of them runs. Nobody comes to stand before the one that is waited for."""
+        blocked, index = self._blocked
+        if count >= blocked and index in self._held and self._held[index].state is State.RUNNING:
+            return None
+        first: list[int] = []
+        for held in self._held.values():
+            if held.state is State.RUNNING:
+                self._blocked = count, held.index
                 return None
-            return [held.index for held in first]
-        chosen = sorted(ready, key=lambda held: (held.version, held.index))[:count]
-        indices = {held.index for held in chosen}
-        if self.drops_at_bound:  # what is left behind expires when its time comes
-            return sorted(indices)
-        left = [held.version for held in waiting if held.index not in indices]
-        if not remaining_fit(
-            left, completed=self.completed_steps, max_staleness=self.max_staleness, per_step=self.prompts_per_step
+            if held.state is State.READY:
+                first.append(held.index)
+                if len(first) == count:
+                    break
+        return first
+
+    def _oldest(self, count: int) -> list[int] | None:
+        """By version, of those that are ready; None while the rest could not be consumed in time."""
+        ready, left = self._counts[State.READY], count
+        rest = ready + self._counts[State.RUNNING]
+        for version in sorted(ready):
+            taken = min(left, ready[version])
+            rest[version] -= taken
+            left -= taken
+        if not self.drops_at_bound and not remaining_fit(  # else what is left behind expires when its time comes
+            rest,
+            completed=self.completed_steps,
+            max_staleness=self.max_staleness,
+            per_step=self.prompts_per_step,
         ):
             return None
-        return sorted(indices)
+        of_ready = [held for held in self._held.values() if held.state is State.READY]
+        chosen = sorted(of_ready, key=lambda held: (held.version, held.index))[:count]
+        return sorted(held.index for held in chosen)
 
     def certain(self, count: int) -> list[int]:
         """The first groups of the next `batch`, as far as no group that still runs can change them."""
         if self._order != "admission":
             return []
         first = []
-        for held in sorted(self._held.values(), key=lambda held: held.index):
+        for held in self._held.values():
             if held.state is State.RUNNING or len(first) == count:
                 break
             if held.state is State.READY:
@@ -265,7 +299,8 @@ class Ledger:
                     f"group {index} of version {held.version} would be consumed with {self.completed_steps} steps "
                     f"completed: staleness {staleness} exceeds queue.max_staleness {self.max_staleness}"
                 )
-            held.state, held.step = State.CONSUMED, self.completed_steps
+            self._change(held, State.CONSUMED, held.version)
+            held.step = self.completed_steps
 
     def complete(self) -> None:
         """The step that consumed last is done."""
@@ -279,7 +314,26 @@ class Ledger:
             )
         self.published = version
         for held in [h for h in self._held.values() if h.step is not None and h.step < version]:
-            del self._held[held.index]
+            self._leave(held)
+
+    def _enter(self, held: Held) -> None:
+        self._held[held.index] = held
+        self._counts[held.state][held.version] += 1
+
+    def _leave(self, held: Held) -> None:
+        del self._held[held.index]
+        self._uncount(held)
+
+    def _change(self, held: Held, state: State, version: int) -> None:
+        self._uncount(held)
+        held.state, held.version = state, version
+        self._counts[state][version] += 1
+
+    def _uncount(self, held: Held) -> None:
+        counts = self._counts[held.state]
+        counts[held.version] -= 1
+        if not counts[held.version]:
+            del counts[held.version]
 
     def _expect(self, index: int, state: State) -> Held:
         held = self._held.get(index)
@@ -289,10 +343,17 @@ class Ledger:
         return held
 
 
-def remaining_fit(versions: Iterable[int], *, completed: int, max_staleness: int, per_step: int) -> bool:
+def remaining_fit(
+    versions: Iterable[int] | Mapping[int, int], *, completed: int, max_staleness: int, per_step: int
+) -> bool:
     """Whether groups left behind by the batch of step ``completed`` can all be consumed within the bound.
 
-    Groups of version <= u must fit into the steps completed + 1 .. u + max_staleness.
+    ``versions`` of the groups, or how many there are of each. Groups of version <= u must fit into the steps
+    completed + 1 .. u + max_staleness.
     """
-    ordered = sorted(versions)
-    return all(number <= max(0, u + max_staleness - completed) * per_step for number, u in enumerate(ordered, start=1))
+    number = 0
+    for u, of_version in sorted(Counter(versions).items()):
+        number += of_version
+        if of_version and number > max(0, u + max_staleness - completed) * per_step:
+            return False
+    return True

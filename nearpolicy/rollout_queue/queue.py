@@ -112,6 +112,9 @@ class StalenessBoundedQueue:
         self._emit = on_event or (lambda *_, **__: None)
         self._groups: dict[int, Group] = {}
         self._changed = asyncio.Event()
+        """For the learner; set with every change."""
+        self._producers: deque[asyncio.Future[None]] = deque()
+        """Those that wait for a slot, the longest first. They are thousands: only as many are woken as may go on."""
         self._num_taken = 0
         self._between_steps = False
         """A step is done, and neither is it published nor has the next one begun."""
@@ -152,8 +155,7 @@ class StalenessBoundedQueue:
         self.num_filtered, self._reasons = found.num_filtered, dict(found.filtered)
         self._has_worked = bool(found.num_consumed or found.ready)
         behind = [] if found.last_consumed is None else [found.last_consumed]
-        left = [*self._reasons, *self._ledger.indices(State.RUNNING), *self._ledger.indices(State.READY)]
-        self._search_from = min([*left, *(index + 1 for index in behind)], default=0)
+        self._search_from = min([*self._left(), *self._reasons, *(index + 1 for index in behind)], default=0)
         self.expire()
 
     async def reserve(self) -> Slot | None:
@@ -183,7 +185,7 @@ class StalenessBoundedQueue:
         """With its place in the data. Waits until it may be admitted; None if there is none at the moment, or if an
         admission that begins anew comes first."""
         with waiting("a producer", "a free slot"):
-            await self._until(lambda: self._no_more or self._may_begin_anew or (self._has_prompt and self._may_admit))
+            await self._until_admitted()
         if self._no_more or self._may_begin_anew:
             return None
         if self._again:
@@ -191,7 +193,7 @@ class StalenessBoundedQueue:
         prompt = self._prompts.prompt(self._next_prompt_index)
         if prompt is None:
             self._data_ended = True
-            self._changed.set()
+            self._wake()
             return None
         self._next_prompt_index += 1
         return self._next_prompt_index - 1, prompt
@@ -208,7 +210,7 @@ class StalenessBoundedQueue:
             self._anew(group.admission, self._ledger.version(index))
             if self._closed:
                 self._abort_waiting()
-            self._changed.set()
+            self._wake()
             return
         if index in self._expired_running:  # its slot is free already
             self._store.discarded(group, Fate.EXPIRED, self._expired_running.pop(index))
@@ -238,7 +240,7 @@ class StalenessBoundedQueue:
             self.expire()
         if index not in self._groups:
             self._prompt_of.pop(index, None)
-        self._changed.set()
+        self._wake()
 
     async def peek(self, count: int, known: int) -> Sequence[Group]:
         await self._wait_for_batch(count, or_when=lambda: len(self._ledger.certain(count)) > known)
@@ -336,7 +338,7 @@ class StalenessBoundedQueue:
     def hold(self, on: bool) -> None:
         """Whether to admit nothing at the moment; what runs goes on."""
         self._holds = on
-        self._changed.set()
+        self._wake()
 
     def expire(self) -> None:
         """Give up groups beyond the bound: counted, never consumed, replaced by later prompts or asked again.
@@ -364,7 +366,7 @@ class StalenessBoundedQueue:
                 self._expired_running[index] = reason
                 self._give_up(index, reason)
             self._search_from = max(self._search_from, self._oldest_left)
-            self._changed.set()
+            self._wake()
 
     def close(self) -> None:
         """The run ends: nothing more is admitted, and groups that no step has used are aborted, those too that are
@@ -378,7 +380,7 @@ class StalenessBoundedQueue:
         for index in sorted(self._groups):
             self._ledger.give_up(index)
             self._store.discarded(self._groups.pop(index), Fate.ABORTED, ENDED)
-        self._changed.set()
+        self._wake()
 
     def _abort_waiting(self) -> None:
         for admission in self._begin_anew.values():
@@ -393,7 +395,7 @@ class StalenessBoundedQueue:
         if self._adaptive and now > self._published_at:
             self._adapt(waited / (now - self._published_at))
         self._published_at, self._waited_s = now, 0.0
-        self._changed.set()
+        self._wake()
 
     @property
     def may_admit_fewer(self) -> bool:
@@ -411,8 +413,9 @@ class StalenessBoundedQueue:
 
     def admit_more(self) -> bool:
         """One batch of slots more; False if all are given out."""
-        self._changed.set()
-        return self._ledger.heighten()
+        more = self._ledger.heighten()
+        self._wake()
+        return more
 
     def _adapt(self, waiting_share: float) -> None:
         """By the share of its time that the learner waited for batches, and the groups that wait for it."""
@@ -424,7 +427,7 @@ class StalenessBoundedQueue:
     def _admit_again(self) -> None:
         if self._between_steps:
             self._between_steps = False
-            self._changed.set()
+            self._wake()
 
     @property
     def _has_prompt(self) -> bool:
@@ -454,16 +457,19 @@ class StalenessBoundedQueue:
 
     def _begin_search(self, consumed: Sequence[int]) -> None:
         """The next batch is sought behind this one, among groups that may have ended already."""
-        left = [*self._ledger.indices(State.RUNNING), *self._ledger.indices(State.READY)]
-        self._search_from = min([*left, *(index + 1 for index in consumed[-1:])], default=self._search_from)
+        self._search_from = min([*self._left(), *(index + 1 for index in consumed[-1:])], default=self._search_from)
         self._reasons = {index: reason for index, reason in self._reasons.items() if index >= self._search_from}
-        self._changed.set()
+        self._wake()
 
     @property
     def _oldest_left(self) -> int:
         """First admission that may belong to the next batch, or was left out of it."""
-        left = [*self._ledger.indices(State.RUNNING), *self._ledger.indices(State.READY), *self._reasons]
-        return min(left, default=self._ledger.next_index)
+        return min([*self._left(), *self._reasons], default=self._ledger.next_index)
+
+    def _left(self) -> list[int]:
+        """The first admission that no step has used, if there is one."""
+        oldest = self._ledger.oldest_left
+        return [] if oldest is None else [oldest]
 
     @property
     def _window_is_used_up(self) -> bool:
@@ -484,6 +490,34 @@ class StalenessBoundedQueue:
     @property
     def _nothing_follows(self) -> bool:
         return self._data_ended and not self._again and self._ledger.count(State.RUNNING) == 0
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._wake_producers()
+
+    def _wake_producers(self) -> None:
+        if not self._producers:
+            return
+        going_on = len(self._producers) if self._no_more else len(self._begin_anew) if self._may_begin_anew else 0
+        if self._has_prompt and self._may_admit:
+            going_on += self._ledger.num_free
+        while self._producers and going_on > 0:
+            producer = self._producers.popleft()
+            if not producer.done():
+                producer.set_result(None)
+                going_on -= 1
+
+    async def _until_admitted(self) -> None:
+        """Until there is a slot to give out, or none will ever be. Whoever is woken and does not come to it, because
+        another one was there before or it is cancelled, leaves the next one no worse off."""
+        while not (self._no_more or self._may_begin_anew or (self._has_prompt and self._may_admit)):
+            producer = asyncio.get_running_loop().create_future()
+            self._producers.append(producer)
+            try:
+                await producer
+            except asyncio.CancelledError:
+                self._wake_producers()
+                raise
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         """No await lies between a false condition and the wait, so no wake-up is lost."""
