@@ -7,6 +7,7 @@ torch or transformers."""
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -221,6 +222,9 @@ def contradictions(config: RunConfig) -> Iterator[str]:
             f"generator.replicas={config.generator.replicas} needs processes of their own; set runtime.kind: ray, or "
             "leave it out"
         )
+    alone = config.learner.needs_processes
+    if alone is not None and config.runtime.kind == "inline":
+        yield f"{alone} needs processes of their own; set runtime.kind: ray, or leave it out"
     yield from _objective_contradictions(config)
     yield from _critic_contradictions(config)
     yield from _task_contradictions(config)
@@ -479,8 +483,9 @@ def read_yaml(path: str | Path, what: str, advice: str) -> str:
 
 
 def config_from_dict(data: dict[str, Any], *, where: str = "config", overrides: Sequence[str] = ()) -> RunConfig:
-    """The same checks and messages for settings that come from Python."""
+    """The same checks and messages for settings that come from Python, which stay as they are."""
     _refuse_monsters(data, where)
+    data = copy.deepcopy(data)
     origins = _Origins(where, data)
     for override in overrides:
         _apply_override(data, override, origins)

@@ -233,18 +233,6 @@ class Weights:
         return sum(tensor.nbytes for tensor in sent)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Shard:
-    """What one rank holds of a tensor: a box in it."""
-
-    tensor: torch.Tensor
-    """The piece; without elements on a rank that holds none of it."""
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    start: tuple[int, ...]
-    """Offset of the piece in the whole, by dimension."""
-
-
 class Generator(Protocol):
     """Samples completions of requests under one version of the weights at a time."""
 

@@ -41,7 +41,8 @@ ARROWS: dict[str, frozenset[str]] = {
     # The loop and what stands around it.
     "pipeline": frozenset({"records", "roles", "telemetry.batch"}),
     "evaluate": BASE | {"store.schema"},
-    "config": frozenset({"errors", "settings", "recipe_keys", "visible", "config"}),  # and every */config.py, below
+    "placement": frozenset({"settings"}),
+    "config": frozenset({"errors", "settings", "recipe_keys", "visible", "placement", "config"}),  # and every */config.py, below
     "launch": frozenset({"everything"}),
 }
 """A folder or module of the package -> what it may import besides itself: a unit as a whole, or one module of it."""

@@ -27,6 +27,7 @@ from nearpolicy.launch.meter import Meter
 from nearpolicy.launch.places import LearnerPlace
 from nearpolicy.launch.probe import Probe, Scoring
 from nearpolicy.launch.sizes import longest_sequence, role_threads
+from nearpolicy.learner.ranks import Together
 from nearpolicy.learner.step import PolicyLearner
 from nearpolicy.machine import num_cores
 from nearpolicy.models.device import pick_device
@@ -219,13 +220,19 @@ def start_learner(
 
 
 def make_ranked_learner(
-    config: RunConfig, words: Words, numerics: Numerics, *, own_threads: int, on_event: OnEvent
+    config: RunConfig,
+    words: Words,
+    numerics: Numerics,
+    *,
+    ranks: Together | None,
+    own_threads: int,
+    on_event: OnEvent,
 ) -> PolicyLearner:
-    """A learner in a process of its own."""
+    """A learner, or one of its ranks, in a process of its own."""
     usual = config.learner.threads or own_threads
     threads = _threads("learner", usual, config.learner.threads, numerics, lambda _: None)
     torch.set_num_threads(threads)
-    return make_learner(config, words, numerics, threads=threads, on_event=on_event)
+    return make_learner(config, words, numerics, threads=threads, on_event=on_event, ranks=ranks)
 
 
 def make_learner(
@@ -236,6 +243,7 @@ def make_learner(
     threads: int,
     threads_now: Callable[[], int] | None = None,
     on_event: OnEvent | None = None,
+    ranks: Together | None = None,
 ) -> PolicyLearner:
     """Load the policy, and the reference and the critic if the objective has them."""
     own = load_policy(language.folder, getattr(torch, config.model.dtype), pick_device(), known_to_fit=True)
@@ -258,6 +266,7 @@ def make_learner(
         threads=threads,
         threads_now=threads_now,
         on_event=on_event,
+        ranks=ranks,
     )
 
 

@@ -59,6 +59,11 @@ def fingerprints(folder: str) -> list[str]:
         return [record.fingerprint for record in run.versions()]
 
 
+def losses(folder: str) -> list[float]:
+    with RunReader(Path(folder)) as run:
+        return [line["policy/loss"] for line in run.metrics() if "policy/loss" in line]
+
+
 def sampled(folder: str) -> list[list[int]]:
     with RunReader(Path(folder)) as run:
         return [
@@ -94,6 +99,16 @@ def test_generators_in_actors_give_the_tokens_and_weights_of_one_process(actors,
     assert sampled("ray") == sampled("inline")
     assert fingerprints("ray") == fingerprints("inline")
     require_whole("ray", bound=0, steps=3)
+
+
+def test_ranks_give_the_loss_curve_of_one(actors):
+    """The same bits in every copy; rounding apart, what one process computes."""
+    settings = ("learner.learning_rate=1e-4", "run.steps=4")
+    train("inline", *settings)
+    train("ray", "runtime=ray", "learner.ranks=2", *settings)
+    ours, theirs = (losses(folder) for folder in ("ray", "inline"))
+    assert ours == pytest.approx(theirs, abs=1e-4)
+    require_whole("ray", bound=0, steps=4)
 
 
 def test_an_asynchronous_run_keeps_its_bound(actors):

@@ -13,6 +13,7 @@ import contextlib
 import gc
 import inspect
 import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from nearpolicy.roles import Placed, Told, Weights
 if TYPE_CHECKING:
     from nearpolicy.generator.host import Host
     from nearpolicy.launch.build import EngineParts, FitModel, Words
+    from nearpolicy.learner.parallel import Ranks
     from nearpolicy.learner.step import PolicyLearner
     from nearpolicy.records import Batch, Row, StepReport
     from nearpolicy.sync.shipping import Receiver, Sender
@@ -204,22 +206,39 @@ class LearnerHost(_Role):
         self._size = size
         self._learner: PolicyLearner | None = None
         self._sender: Sender | None = None
+        self._ranks: Ranks | None = None
         self._ahead: tuple[Row, ...] = ()
         """What has come of the next batch."""
 
     def load_model(self) -> Answer:
         return answered(self._load)
 
-    def start(self, mode: str, numerics: Any, transport: str) -> Answer:
-        from nearpolicy.launch import build
-        from nearpolicy.launch.ray.transports import sender_of
+    def meeting_place(self) -> str:
+        """Where ranks may find each other: a free port of this node."""
+        import ray
 
-        self._sender = sender_of(transport, self._config)
+        with socket.socket() as listening:
+            listening.bind(("", 0))
+            return f"{ray.util.get_node_ip_address()}:{listening.getsockname()[1]}"
+
+    def start(self, numerics: Any, transport: str, address: str | None) -> Answer:
+        """``address``: where the ranks meet, if there are several."""
+        return answered(self._start, numerics, transport, address)
+
+    def _start(self, numerics: Any, transport: str, address: str | None) -> None:
+        from nearpolicy.launch import build
+        from nearpolicy.launch.ray.transports import peers_of, sender_of
+
         self._model = None  # what was probed is not needed again
+        if address is not None:
+            from nearpolicy.learner.parallel import join
+
+            self._ranks = join(self._rank, self._size, address, self._config.runtime.rank_timeout_s)
+        self._sender = sender_of(transport, self._config, peers_of(self._ranks))
         threads = max(1, int(self._config.runtime.cpus_per_learner))
-        make = partial(build.make_ranked_learner, self._config, self._words, numerics)
+        make = partial(build.make_ranked_learner, self._config, self._words, numerics, ranks=self._ranks)
         self._make = partial(make, own_threads=threads, on_event=self._diary.tell)
-        return self.begin_anew()
+        self._learner = self._make()
 
     def begin_anew(self) -> Answer:
         self._learner, self._ahead = None, ()
@@ -255,10 +274,13 @@ class LearnerHost(_Role):
     def _shipped(self, parent: int | None) -> Weights:
         from nearpolicy.sync.shipping import ship
 
-        weights = self._learner.weights(parent)
+        learner, shards = self._learner, None
+        weights = learner.weights(parent, keep=False)
         if self._config.sync.adapters == "adapter_only":
             weights = replace(weights, tensors={})
-        return ship(weights, self._sender)
+        elif self._ranks is not None:
+            shards = learner.shards()
+        return ship(weights, self._sender, shards)
 
     def memory(self) -> dict[str, float]:
         from nearpolicy.launch import build
@@ -268,6 +290,10 @@ class LearnerHost(_Role):
     async def close(self) -> None:
         if self._sender is not None:
             self._sender.close()
+        if self._ranks is not None:
+            from nearpolicy.learner.parallel import leave
+
+            await asyncio.to_thread(leave)
 
     def _answered(self, call: Callable[..., Any], *arguments: Any) -> Answer:
         answer = answered(call, *arguments)

@@ -64,7 +64,7 @@ class RayRuntime:
 
     @property
     def _num_ranks(self) -> int:
-        return 1
+        return self._config.learner.ranks
 
     def _bundles(self) -> list[Resources]:
         config, runtime = self._config, self._config.runtime
@@ -247,7 +247,10 @@ class RayRuntime:
             self._ranks = [cluster.process(rank) for rank in range(self._num_ranks)]
             await asyncio.gather(*map(self._load_rank, range(self._num_ranks)))
         self._ranks_are_used = True
-        starts = [actor.do.remote("start", self._mode, self._rule, self._transport) for actor in self._ranks]
+        address = None
+        if self._num_ranks > 1:
+            address = await self._started("ranks of the learner to meet", self._ranks[0].do.remote("meeting_place"))
+        starts = [actor.do.remote("start", self._rule, self._transport, address) for actor in self._ranks]
         names = map(_rank_name, range(self._num_ranks))
         await asyncio.gather(*(self._started(f"{n} to start", s) for n, s in zip(names, starts, strict=True)))
         return self._ranks
