@@ -8,7 +8,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from nearpolicy.settings import ConfigModel, PathText, Seconds
 
-Transport = Literal["direct", "shared_memory", "broadcast", "files"]
+Transport = Literal["direct", "shared_memory", "broadcast", "files", "object_store"]
 _ONLY_OF = {"path": "files", "delta": "files", "anchor_every": "files", "bucket_mb": "broadcast"}
 
 
@@ -21,9 +21,10 @@ class SyncConfig(ConfigModel):
     """Bound on each phase of a publication: running sequences get so long to end, then the load gets so long again.
     A generator that has not shown the new weights after both gets no new request until it has; if none has, the run
     stops."""
-    transport: Literal["auto", "direct", "shared_memory", "broadcast", "files"] = "auto"
+    transport: Literal["auto", "direct", "shared_memory", "broadcast", "files", "object_store"] = "auto"
     """`direct`: learner and generator are one process. `shared_memory`: they are on one host. `broadcast`: a collective
     to all generators at once, which need as much memory again for what arrives. `files`: through a folder that all see.
+    `object_store`: through Ray, which brings one copy to every node.
     `auto`: direct in one process, else shared memory on one host, else broadcast."""
     path: PathText | None = None
     """With `files`: folder, or any fsspec path of an object store. A folder named like the run is made in it."""

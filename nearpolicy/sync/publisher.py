@@ -28,7 +28,7 @@ from nearpolicy.records import VersionRecord
 from nearpolicy.roles import Generator, Weights
 from nearpolicy.waits import waiting
 
-FETCHED = ("shared_memory", "files")
+FETCHED = ("shared_memory", "files", "object_store")
 """Transports whose receivers fetch a version by themselves, at any time until there is a newer one."""
 Key = tuple[int, int]
 """Lineage and version."""

@@ -111,6 +111,14 @@ def test_ranks_give_the_loss_curve_of_one(actors):
     require_whole("ray", bound=0, steps=4)
 
 
+@pytest.mark.parametrize("transport", ["object_store", "broadcast", "files"])
+def test_weights_arrive_as_they_were_sent_whatever_the_way(actors, transport, tmp_path):
+    path = (f"sync.path={tmp_path}/weights", "sync.anchor_every=2") if transport == "files" else ()
+    train("inline")
+    train("ray", "runtime=ray", "generator.replicas=2", f"sync.transport={transport}", *path)
+    assert fingerprints("ray") == fingerprints("inline")
+
+
 def test_an_asynchronous_run_keeps_its_bound(actors):
     train("ray", "runtime=ray", "queue.max_staleness=2", "generator.replicas=2", "generator.on_sync=continue")
     require_whole("ray", bound=2, steps=3)

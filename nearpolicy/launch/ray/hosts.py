@@ -24,7 +24,7 @@ from nearpolicy.config import RunConfig
 from nearpolicy.launch.ray.calls import Answer, Diary, Events, Place, answered, failure, here
 from nearpolicy.launch.ray.learner import without_segments
 from nearpolicy.machine import prepare_environment
-from nearpolicy.roles import Placed, Told, Weights
+from nearpolicy.roles import Placed, Shipment, Told, Weights
 
 if TYPE_CHECKING:
     from nearpolicy.generator.host import Host
@@ -169,7 +169,7 @@ class GeneratorHost(_Role):
         transport = weights.shipment.transport
         try:
             if transport not in self._receivers:
-                self._receivers[transport] = receiver_of(transport, self._config)
+                self._receivers[transport] = receiver_of(transport, self._name)
             receiving = arrived(weights, self._receivers[transport])
             whole = await asyncio.to_thread(receiving.__enter__)
             try:
@@ -281,6 +281,10 @@ class LearnerHost(_Role):
         elif self._ranks is not None:
             shards = learner.shards()
         return ship(weights, self._sender, shards)
+
+    def deliver(self, shipment: Shipment, members: Sequence[str], awaited: Sequence[str]) -> Answer:
+        """Hand a version to generators that are receiving it."""
+        return self._answered(self._sender.deliver, shipment, members, awaited)
 
     def memory(self) -> dict[str, float]:
         from nearpolicy.launch import build

@@ -99,6 +99,9 @@ class LearnerRanks:
     async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return await self._ask("call", lambda: (function, *arguments))
 
+    async def deliver(self, weights: Weights, members: Sequence[str], awaited: Sequence[str]) -> Sequence[str]:
+        return await self._ask("deliver", lambda: (weights.shipment, tuple(members), tuple(awaited)))
+
     async def memory(self) -> dict[str, float]:
         return await self._ranks[0].do.remote("memory")
 

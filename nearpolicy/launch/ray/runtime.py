@@ -200,6 +200,7 @@ class RayRuntime:
             self.learner,
             {link.member.name: link for link in self._fleet.links},
             timeout_s=config.sync.timeout_s,
+            deliver=self.learner.deliver,
             on_event=partial(tell, "sync"),
             on_behind=lambda name, reason: self._say(f"{name} is behind: {reason}"),
         )

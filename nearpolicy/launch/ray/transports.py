@@ -1,12 +1,14 @@
-"""Which way weights go between actors."""
+"""Which way weights go between actors, and both ends of it."""
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from nearpolicy.config import RunConfig
+from nearpolicy.errors import ConfigError
 from nearpolicy.launch.ray import object_store
 from nearpolicy.launch.ray.calls import Place
 
@@ -15,11 +17,6 @@ if TYPE_CHECKING:
     from nearpolicy.sync.shipping import Peers, Receiver, Sender
 
 T = TypeVar("T")
-
-
-def chosen(config: RunConfig, places: Sequence[Place]) -> str:
-    """Through memory that all of them share, if they are on one node; else Ray's object store."""
-    return "shared_memory" if len({place.node_id for place in places}) == 1 else object_store.NAME
 
 
 @dataclass(frozen=True)
@@ -40,6 +37,15 @@ class RankPeers:
         return self.ranks.exchange("weights on their way", value)
 
 
+def chosen(config: RunConfig, places: Sequence[Place]) -> str:
+    """For ranks and generators in these places."""
+    try:
+        one_host = len({place.node_id for place in places}) == 1
+        return config.sync.transport_between(one_process=False, one_host=one_host)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
 def peers_of(ranks: Ranks | None) -> Peers:
     from nearpolicy.sync.shipping import Alone
 
@@ -47,15 +53,32 @@ def peers_of(ranks: Ranks | None) -> Peers:
 
 
 def sender_of(transport: str, config: RunConfig, peers: Peers) -> Sender:
-    from nearpolicy.sync.shared_memory import SharedMemorySender
+    """The end of one rank."""
+    import ray
+
+    from nearpolicy.models.device import pick_backend, pick_device
+    from nearpolicy.sync.transports import make_sender
 
     if transport == object_store.NAME:
         return object_store.ObjectStoreSender(peers=peers)
-    threads = max(1, int(config.runtime.cpus_per_learner))
-    return SharedMemorySender(config.run.name, peers=peers, threads=threads)
+    device = pick_device()
+    return make_sender(
+        config.sync,
+        transport,
+        run=f"{config.run.name}-{peers.exchange(uuid.uuid4().hex[:8])[0]}",
+        peers=peers,
+        threads=max(1, int(config.runtime.cpus_per_learner)),
+        host=ray.util.get_node_ip_address(),
+        backend=pick_backend(device).rpartition(":")[2],
+        device=device,
+    )
 
 
-def receiver_of(transport: str, config: RunConfig) -> Receiver:
-    from nearpolicy.sync.shared_memory import SharedMemoryReceiver
+def receiver_of(transport: str, name: str) -> Receiver:
+    """The end of a generator."""
+    from nearpolicy.models.device import pick_device
+    from nearpolicy.sync.transports import make_receiver
 
-    return object_store.ObjectStoreReceiver() if transport == object_store.NAME else SharedMemoryReceiver()
+    if transport == object_store.NAME:
+        return object_store.ObjectStoreReceiver()
+    return make_receiver(transport, name, device=pick_device())
