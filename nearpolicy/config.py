@@ -217,20 +217,41 @@ def contradictions(config: RunConfig) -> Iterator[str]:
             f"sampling.num_generations * queue.prompts_per_step = {samples:,} completions per step "
             f"are more than the {MOST_SLOTS:,} and {MOST_COMPLETIONS:,} that this program is made for; lower them"
         )
-    if config.generator.replicas > 1 and config.runtime.kind == "inline":
-        yield (
-            f"generator.replicas={config.generator.replicas} needs processes of their own; set runtime.kind: ray, or "
-            "leave it out"
-        )
-    alone = config.learner.needs_processes
-    if alone is not None and config.runtime.kind == "inline":
-        yield f"{alone} needs processes of their own; set runtime.kind: ray, or leave it out"
+    yield from _runtime_contradictions(config)
     yield from _objective_contradictions(config)
     yield from _critic_contradictions(config)
     yield from _task_contradictions(config)
     yield from _retention_contradictions(config)
     yield from _idle_settings(config)
     yield from _out_of_range(config.model_dump(), ())
+
+
+def _runtime_contradictions(config: RunConfig) -> Iterator[str]:
+    """What roles cannot do where they live."""
+    replicas, ranks, one_process = config.generator.replicas, config.learner.ranks, config.runtime.kind == "inline"
+    if replicas > 1 and one_process:
+        yield (f"generator.replicas={replicas} needs processes of their own; set runtime.kind: ray, or leave it out")
+    if (alone := config.learner.needs_processes) is not None and one_process:
+        yield f"{alone} needs processes of their own; set runtime.kind: ray, or leave it out"
+    transport = config.sync.transport
+    if transport not in ("auto", "direct") and one_process:
+        yield (
+            f"sync.transport={transport} has no effect where learner and generator are one process; set runtime.kind: "
+            "ray, or leave it out"
+        )
+    if transport == "direct" and not one_process:
+        yield "sync.transport=direct needs learner and generator in one process; leave it out with runtime.kind: ray"
+    if config.runtime.placement == "colocated":
+        if not one_process and replicas != ranks:
+            yield (
+                f"runtime.placement=colocated puts a generator and a rank of the learner in each place, and there are "
+                f"generator.replicas={replicas} and learner.ranks={ranks}; make them equal"
+            )
+        if config.learner.streaming:
+            yield (
+                "learner.streaming=true learns while completions are still generated, and with "
+                "runtime.placement=colocated generator and learner take turns; leave one of them out"
+            )
 
 
 def _slots_in_words(config: RunConfig) -> str:

@@ -1,7 +1,9 @@
-"""Where the roles of a run live."""
+"""Where the roles of a run live, and how much room they take there."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, model_validator
@@ -15,6 +17,11 @@ class RuntimeConfig(ConfigModel):
     kind: Literal["inline", "ray"] = "inline"
     """`inline`: one process, a thread for the engine and one for the learner. `ray`: every role an actor of its own, on
     this machine or on a cluster; needs the extra `nearpolicy[ray]`."""
+    placement: Literal["disaggregated", "colocated"] = "disaggregated"
+    """`disaggregated`: generators and learner work at the same time, each on its own share of the machine.
+    `colocated`: on the same devices, in turn; while the learner makes a step the generators sleep and hold no keys and
+    values, and with `learner.offload` the learner holds less while they work. With `ray` every rank of the learner
+    shares its place with one generator."""
     address: str | None = Field(None, min_length=1, max_length=300)
     """With `ray`: `HOST:PORT` of a cluster's head node, or `auto` for the cluster that this machine belongs to. Left
     out: a Ray of its own is started here, and ended with the run."""
@@ -48,7 +55,7 @@ class RuntimeConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _has_effect(self) -> Self:
-        idle = [name for name in type(self).model_fields if name != "kind" and self._is_set(name)]
+        idle = [name for name in type(self).model_fields if name not in ("kind", "placement") and self._is_set(name)]
         if self.kind == "inline" and idle:
             raise ValueError(
                 f"{', '.join(f'runtime.{name}' for name in idle)} has no effect in one process; set runtime.kind: ray, "
@@ -74,3 +81,54 @@ class RuntimeConfig(ConfigModel):
 
     def _is_set(self, name: str) -> bool:
         return getattr(self, name) != type(self).model_fields[name].default
+
+
+Resources = Mapping[str, float]
+"""CPU and GPU -> how many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What one process takes of a bundle."""
+
+    bundle: int
+    cpus: float
+    gpus: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rooms:
+    """Bundles of resources, each of them on one node, and who lives in which."""
+
+    bundles: Sequence[Resources]
+    of: Mapping[str, Sequence[Room]]
+    """learner, generator, verifier -> the room of each rank, replica, pool."""
+
+    @classmethod
+    def of_roles(cls, config: RuntimeConfig, *, ranks: int, replicas: int) -> Rooms:
+        """Colocated, a rank and a generator share a bundle; else each process has its own."""
+        shared = config.placement == "colocated"
+        first_generator, first_verifier = (0, ranks) if shared else (ranks, ranks + replicas)
+        of = {
+            "learner": [Room(i, config.cpus_per_learner, config.gpus_per_learner) for i in range(ranks)],
+            "generator": [
+                Room(first_generator + i, config.cpus_per_generator, config.gpus_per_generator) for i in range(replicas)
+            ],
+            "verifier": [Room(first_verifier + i, 1.0, 0.0) for i in range(config.most)],
+        }
+        bundles: dict[int, dict[str, float]] = {}
+        for rooms in of.values():
+            for room in rooms:
+                bundle = bundles.setdefault(room.bundle, {})
+                for name, amount in (("CPU", room.cpus), ("GPU", room.gpus)):
+                    if amount:
+                        bundle[name] = bundle.get(name, 0.0) + amount
+        return cls([bundles[number] for number in sorted(bundles)], of)
+
+    @property
+    def total(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for bundle in self.bundles:
+            for name, amount in bundle.items():
+                found[name] = found.get(name, 0.0) + amount
+        return found

@@ -275,6 +275,14 @@ class Engine:
         """Forget all keys and values; running sequences are computed again from their tokens and go on."""
         self.scheduler.interrupt_all()
 
+    def sleep(self) -> None:
+        """`interrupt`, and take no memory for keys and values until `wake`, which must come before the next `step`."""
+        self.interrupt()
+        self._store.release()
+
+    def wake(self) -> None:
+        self._store.restore()
+
     def load(self, weights: Weights, *, keep_running: bool = False) -> Mapping[str, str]:
         """Compute under these weights from now on. What runs is computed again from its tokens and goes on; with
         ``keep_running`` it goes on at once, on the keys and values of its past tokens as the older weights made them.

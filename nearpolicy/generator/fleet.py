@@ -239,6 +239,11 @@ class Fleet:
         self._is_paused = True
         await self._all_answer(lambda member: member.pause())
 
+    async def sleep(self) -> None:
+        """As `pause`, and members give the memory of keys and values back."""
+        self._is_paused = True
+        await self._all_answer(lambda member: member.sleep())
+
     async def resume(self) -> None:
         self._is_paused = False
         await self._all_answer(lambda member: member.resume())

@@ -105,6 +105,9 @@ class Host:
     async def pause(self) -> None:
         await asyncio.gather(*(replica.pause() for replica in self.replicas))
 
+    async def sleep(self) -> None:
+        await asyncio.gather(*(replica.sleep() for replica in self._replicas))
+
     async def resume(self) -> None:
         await asyncio.gather(*(replica.resume() for replica in self.replicas))
 

@@ -72,6 +72,24 @@ class KeyValueStore:
             for tensor in store.values():
                 tensor.index_copy_(0, targets, tensor.index_select(0, sources))
 
+    def release(self) -> None:
+        """Give back all memory; what was stored is forgotten. `restore` before the next page is written."""
+        if self.device.type == "cpu":
+            self.give_memory_back(())
+        for tensor in self._on_device():
+            tensor.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Take what `release` gave back."""
+        for tensor in self._on_device():
+            tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+            tensor.zero_()
+        self.touched[:] = False
+
+    def _on_device(self) -> list[Tensor]:
+        """Tensors that hold memory whether it is used or not."""
+        return [] if self.device.type == "cpu" else [*self.keys.values(), *self.values.values()]
+
     def give_memory_back(self, kept: Iterable[int]) -> None:
         """Of all pages but the ``kept`` ones; they read as zeros then."""
         unused = self.touched.copy()

@@ -92,7 +92,7 @@ class EngineRunner:
         self._emit = on_event or (lambda *_, **__: None)
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._subscribers: dict[str, _Subscriber] = {}
-        self._paused = False
+        self._paused = self._asleep = False
         self._unproved = False
         """The last load failed: nothing is sampled until another one succeeds."""
         self._resting = True
@@ -130,6 +130,11 @@ class EngineRunner:
 
     async def pause(self) -> None:
         await self._call(lambda: self._set_paused(True))
+
+    async def sleep(self) -> None:
+        """`pause`, and give the memory of keys and values back; what runs is computed again from its tokens, and goes
+        on."""
+        await self._call(self._sleep)
 
     async def resume(self) -> None:
         await self._call(lambda: self._set_paused(False))
@@ -255,6 +260,13 @@ class EngineRunner:
 
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused
+        if self._asleep and not paused:
+            self._asleep = False
+            self._engine.wake()
+
+    def _sleep(self) -> None:
+        self._paused = self._asleep = True
+        self._engine.sleep()
 
     @property
     def _stands(self) -> bool:

@@ -125,6 +125,10 @@ class InlineRuntime:
         self._engine = build.start_engine(*made, partial(tell, "generator"), self._say)
         self._learner = build.start_learner(*made, self._engine, partial(tell, "learner"), self._say)
         self.generator, self.learner = self._engine.runner, self._learner
+        if config.runtime.placement == "colocated":
+            from nearpolicy.launch.colocated import TakesTurns
+
+            self.learner = TakesTurns(self._learner, self.generator)
         self.publisher: Publisher = Publisher(
             self._learner,
             [self.generator],

@@ -39,7 +39,7 @@ class WarmCluster(Cluster):
     async def make_room(self, bundles) -> None:
         self.out = {}
 
-    def process(self, place):
+    def process(self, room):
         import ray
 
         actor = self.pool.pop() if self.pool else ray.remote(Process).options(num_cpus=0).remote()

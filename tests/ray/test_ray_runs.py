@@ -119,6 +119,17 @@ def test_weights_arrive_as_they_were_sent_whatever_the_way(actors, transport, tm
     assert fingerprints("ray") == fingerprints("inline")
 
 
+@pytest.mark.parametrize("bound", [0, 2])
+def test_roles_that_take_turns_give_what_they_give_side_by_side(actors, bound):
+    """Colocated: each step begins with generators asleep, and sequences that were running go on from their tokens."""
+    settings = (f"queue.max_staleness={bound}", "generator.replicas=2", "learner.ranks=2", "runtime=ray")
+    if bound == 0:
+        train("apart", *settings)
+    train("together", "runtime.placement=colocated", "learner.offload=optimizer", *settings)
+    require_whole("together", bound=bound, steps=3)
+    assert bound or fingerprints("together") == fingerprints("apart")
+
+
 def test_an_asynchronous_run_keeps_its_bound(actors):
     train("ray", "runtime=ray", "queue.max_staleness=2", "generator.replicas=2", "generator.on_sync=continue")
     require_whole("ray", bound=2, steps=3)

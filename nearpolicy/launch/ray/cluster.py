@@ -10,20 +10,18 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from nearpolicy.errors import ConfigError, described
 from nearpolicy.launch.ray.hosts import Process
 from nearpolicy.machine import num_cores
-from nearpolicy.placement import RuntimeConfig
+from nearpolicy.placement import Resources, Room, RuntimeConfig
 from nearpolicy.waits import waiting
 
 T = TypeVar("T")
 
-Resources = Mapping[str, float]
-"""CPU and GPU -> how many."""
 OBJECT_STORE_BYTES = 2 << 30
 """Of a Ray that is started here: weights on their way, and batches."""
 REST_S = 10.0
@@ -75,7 +73,7 @@ class Cluster:
             )
 
     async def make_room(self, bundles: Sequence[Resources]) -> None:
-        """One bundle for each actor, in the order of `process`'s ``place``."""
+        """All bundles or none."""
         from ray.util.placement_group import placement_group
 
         self._group = placement_group([dict(bundle) for bundle in bundles], strategy="PACK")
@@ -90,19 +88,21 @@ class Cluster:
         left = " and ".join(f"{amount:g} {name}" for name, amount in sorted(free.items())) or "nothing"
         return f"free at the moment: {left}. Other runs hold the rest, or no node has one bundle's share by itself"
 
-    def process(self, place: int) -> Any:
-        """An actor in its bundle. Ray does not start it again: who comes back must first show its weights."""
+    def process(self, room: Room) -> Any:
+        """An actor that takes its share of a bundle. Ray does not start it again: who comes back must first show its
+        weights."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        bundle = self._group.bundle_specs[place]
         made = (
             ray.remote(Process)
             .options(
-                num_cpus=bundle.get("CPU", 0.0),
-                num_gpus=bundle.get("GPU", 0.0),
+                num_cpus=room.cpus,
+                num_gpus=room.gpus,
                 max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self._group, placement_group_bundle_index=room.bundle
+                ),
             )
             .remote()
         )

@@ -30,6 +30,9 @@ class GeneratorMember:
     async def pause(self) -> None:
         await self.actor.do.remote("pause")
 
+    async def sleep(self) -> None:
+        await self.actor.do.remote("sleep")
+
     async def resume(self) -> None:
         await self.actor.do.remote("resume")
 

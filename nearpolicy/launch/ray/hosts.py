@@ -158,6 +158,9 @@ class GeneratorHost(_Role):
     async def pause(self) -> None:
         await self._host.pause()
 
+    async def sleep(self) -> None:
+        await self._host.sleep()
+
     async def resume(self) -> None:
         await self._host.resume()
 

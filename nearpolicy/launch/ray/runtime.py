@@ -21,14 +21,16 @@ from typing import TYPE_CHECKING, Any
 
 from nearpolicy.config import RunConfig
 from nearpolicy.errors import ConfigError, NearpolicyError, described
+from nearpolicy.launch.colocated import TakesTurns
 from nearpolicy.launch.ray.calls import Answer, Place, require_same_versions
-from nearpolicy.launch.ray.cluster import Cluster, Resources
+from nearpolicy.launch.ray.cluster import Cluster
 from nearpolicy.launch.ray.generators import GeneratorMember
 from nearpolicy.launch.ray.hosts import GeneratorHost, LearnerHost, Loaded, VerifierHost
 from nearpolicy.launch.ray.learner import LearnerRanks
 from nearpolicy.launch.ray.transports import chosen
 from nearpolicy.launch.ray.verifiers import Demand, VerifierPools
 from nearpolicy.launch.runtime import Functions, RunVerifier, Say
+from nearpolicy.placement import Rooms
 from nearpolicy.verifier.service import OnEvent, VerifierService
 from nearpolicy.waits import waiting
 
@@ -51,6 +53,7 @@ class RayRuntime:
         self._functions = functions
         self._say = say
         self._folder = os.getcwd()
+        self._rooms = Rooms.of_roles(config.runtime, ranks=config.learner.ranks, replicas=config.generator.replicas)
         self._cluster: Cluster | None = None
         self._connecting = asyncio.Lock()
         self._generators: list[Any] = []
@@ -60,32 +63,20 @@ class RayRuntime:
         self._fleet: Fleet | None = None
         self._replacing: set[asyncio.Task[None]] = set()
 
-    # Room: ranks of the learner, generators, verifiers, in this order.
-
     @property
     def _num_ranks(self) -> int:
         return self._config.learner.ranks
 
-    def _bundles(self) -> list[Resources]:
-        config, runtime = self._config, self._config.runtime
-        kinds = [
-            (self._num_ranks, runtime.cpus_per_learner, runtime.gpus_per_learner),
-            (config.generator.replicas, runtime.cpus_per_generator, runtime.gpus_per_generator),
-            (runtime.most, 1.0, 0.0),
-        ]
-        return [{"CPU": cpus, **({"GPU": gpus} if gpus else {})} for count, cpus, gpus in kinds for _ in range(count)]
+    def _process(self, role: str, place: int) -> Any:
+        return self._cluster.process(self._rooms.of[role][place])
 
     async def _connected(self) -> Cluster:
         async with self._connecting:
             if self._cluster is None:
-                bundles = self._bundles()
-                needed: dict[str, float] = {}
-                for bundle in bundles:
-                    for name, amount in bundle.items():
-                        needed[name] = needed.get(name, 0.0) + amount
-                cluster = await Cluster.connect(self._config.runtime, needed)
+                rooms = self._rooms
+                cluster = await Cluster.connect(self._config.runtime, rooms.total)
                 self._cluster = cluster
-                await cluster.make_room(bundles)
+                await cluster.make_room(rooms.bundles)
             return self._cluster
 
     # Verifiers.
@@ -106,10 +97,9 @@ class RayRuntime:
 
     async def _spawn_verifier(self, place: int) -> Any:
         cluster = await self._connected()
-        first = self._num_ranks + self._config.generator.replicas
         if (before := self._verifiers.pop(place, None)) is not None:
             cluster.kill(before)
-        actor = self._verifiers[place] = cluster.process(first + place)
+        actor = self._verifiers[place] = self._process("verifier", place)
         host = VerifierHost, self._config, dict(self._functions)
         await self._started(f"verifier {place} to begin", actor.become.remote(self._folder, *host))
         await self._started(f"verifier {place} to start", actor.do.remote("start"))
@@ -118,11 +108,10 @@ class RayRuntime:
     # The model.
 
     async def load(self, language: Language) -> None:
-        cluster = await self._connected()
-        self._language = language
+        await self._connected()
         ranks, replicas = range(self._num_ranks), range(self._config.generator.replicas)
-        self._ranks = [cluster.process(rank) for rank in ranks]
-        self._generators = [cluster.process(self._num_ranks + place) for place in replicas]
+        self._ranks = [self._process("learner", rank) for rank in ranks]
+        self._generators = [self._process("generator", place) for place in replicas]
         places: Sequence[Place] = await asyncio.gather(
             *(self._started("an actor to begin", each.here.remote()) for each in (*self._ranks, *self._generators))
         )
@@ -187,12 +176,14 @@ class RayRuntime:
 
         config = self._config
         self._tell = tell
-        self.learner = LearnerRanks(self._fresh_ranks, partial(tell, "learner"), self._say)
+        self.learner = self._learner = LearnerRanks(self._fresh_ranks, partial(tell, "learner"), self._say)
         self._fleet = self.generator = Fleet(
             patience_s=config.runtime.start_timeout_s, silence_s=config.runtime.silence_s, on_event=self._of_fleet
         )
+        if config.runtime.placement == "colocated":
+            self.learner = TakesTurns(self._learner, self._fleet)
         begun = await asyncio.gather(
-            self.learner.start(), *(self._member(place, actor) for place, actor in enumerate(self._generators))
+            self._learner.start(), *(self._member(place, actor) for place, actor in enumerate(self._generators))
         )
         for member in begun[1:]:
             self._fleet.join(member)
@@ -200,7 +191,7 @@ class RayRuntime:
             self.learner,
             {link.member.name: link for link in self._fleet.links},
             timeout_s=config.sync.timeout_s,
-            deliver=self.learner.deliver,
+            deliver=self._learner.deliver,
             on_event=partial(tell, "sync"),
             on_behind=lambda name, reason: self._say(f"{name} is behind: {reason}"),
         )
@@ -225,7 +216,7 @@ class RayRuntime:
         await self.publisher.remove(name)
         cluster.kill(self._generators[place])
         for _ in range(MOST_STARTS):
-            actor = self._generators[place] = cluster.process(self._num_ranks + place)
+            actor = self._generators[place] = self._process("generator", place)
             try:
                 await self._load_generator(place)
                 member = await self._member(place, actor)
@@ -245,7 +236,7 @@ class RayRuntime:
         if self._ranks_are_used:
             for actor in self._ranks:
                 cluster.kill(actor)
-            self._ranks = [cluster.process(rank) for rank in range(self._num_ranks)]
+            self._ranks = [self._process("learner", rank) for rank in range(self._num_ranks)]
             await asyncio.gather(*map(self._load_rank, range(self._num_ranks)))
         self._ranks_are_used = True
         address = None
@@ -257,7 +248,7 @@ class RayRuntime:
         return self._ranks
 
     def remember(self, bring_back: Callable[[int], Awaitable[None]]) -> None:
-        self.learner.bring_back = bring_back
+        self._learner.bring_back = bring_back
 
     def meter(self, language: Language, tell: Callable[..., None]) -> Meter:
         from nearpolicy.launch import build
@@ -269,7 +260,7 @@ class RayRuntime:
 
     async def memory(self) -> dict[str, float]:
         """Of the first generator and the first rank."""
-        engine, learner = await asyncio.gather(self._generators[0].do.remote("memory"), self.learner.memory())
+        engine, learner = await asyncio.gather(self._generators[0].do.remote("memory"), self._learner.memory())
         return engine | learner
 
     async def stop(self) -> None:
