@@ -228,6 +228,8 @@ def contradictions(config: RunConfig) -> Iterator[str]:
 
 def _runtime_contradictions(config: RunConfig) -> Iterator[str]:
     """What roles cannot do where they live."""
+    if config.generator.most_replicas is not None and config.runtime.kind == "inline":
+        yield "generator.most_replicas needs a cluster; set runtime.kind: ray, or leave it out"
     replicas, ranks, one_process = config.generator.replicas, config.learner.ranks, config.runtime.kind == "inline"
     if replicas > 1 and one_process:
         yield (f"generator.replicas={replicas} needs processes of their own; set runtime.kind: ray, or leave it out")
@@ -246,6 +248,11 @@ def _runtime_contradictions(config: RunConfig) -> Iterator[str]:
             yield (
                 f"runtime.placement=colocated puts a generator and a rank of the learner in each place, and there are "
                 f"generator.replicas={replicas} and learner.ranks={ranks}; make them equal"
+            )
+        if config.generator.most_replicas is not None:
+            yield (
+                "generator.most_replicas adds generators that have no rank of the learner beside them, which "
+                "runtime.placement=colocated does not do; leave one of them out"
             )
         if config.learner.streaming:
             yield (

@@ -103,10 +103,13 @@ class Rooms:
     bundles: Sequence[Resources]
     of: Mapping[str, Sequence[Room]]
     """learner, generator, verifier -> the room of each rank, replica, pool."""
+    more: Mapping[int, Resources]
+    """Bundles that are taken when the cluster has room for them."""
 
     @classmethod
-    def of_roles(cls, config: RuntimeConfig, *, ranks: int, replicas: int) -> Rooms:
-        """Colocated, a rank and a generator share a bundle; else each process has its own."""
+    def of_roles(cls, config: RuntimeConfig, *, ranks: int, replicas: int, most_replicas: int) -> Rooms:
+        """Colocated, a rank and a generator share a bundle; else each process has its own. Generators beyond
+        ``replicas`` have theirs behind all others, in ``more``."""
         shared = config.placement == "colocated"
         first_generator, first_verifier = (0, ranks) if shared else (ranks, ranks + replicas)
         of = {
@@ -116,6 +119,11 @@ class Rooms:
             ],
             "verifier": [Room(first_verifier + i, 1.0, 0.0) for i in range(config.most)],
         }
+        first_extra = first_verifier + config.most
+        of["generator"] += [
+            Room(first_extra + i, config.cpus_per_generator, config.gpus_per_generator)
+            for i in range(most_replicas - replicas)
+        ]
         bundles: dict[int, dict[str, float]] = {}
         for rooms in of.values():
             for room in rooms:
@@ -123,7 +131,8 @@ class Rooms:
                 for name, amount in (("CPU", room.cpus), ("GPU", room.gpus)):
                     if amount:
                         bundle[name] = bundle.get(name, 0.0) + amount
-        return cls([bundles[number] for number in sorted(bundles)], of)
+        first = [bundles[number] for number in range(first_extra)]
+        return cls(first, of, {number: bundle for number, bundle in bundles.items() if number >= first_extra})
 
     @property
     def total(self) -> dict[str, float]:

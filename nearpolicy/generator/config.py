@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AliasChoices, Field, NonNegativeInt, PositiveInt, field_validator
+from pydantic import AliasChoices, Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from nearpolicy.settings import ConfigModel
 
@@ -82,6 +82,9 @@ class GeneratorConfig(ConfigModel):
     that sampled it."""
     replicas: PositiveInt = Field(1, le=100_000)
     """With `runtime.kind: ray`: engines, each in an actor of its own with all weights."""
+    most_replicas: PositiveInt | None = Field(None, le=100_000)
+    """With `runtime.kind: ray`: engines that there may be at a time. Beyond `replicas` they join whenever the cluster
+    has room for one, also while the run goes on, and leave with their node. Left out: `replicas`."""
     oversample: float = Field(1.0, ge=1, le=16)
     """Groups that may be generated at once, as a multiple of what the bound on staleness has room for. Above 1 the
     learner takes the groups that end first and slow ones are left behind, so `queue.order: ready` with
@@ -101,3 +104,17 @@ class GeneratorConfig(ConfigModel):
     """Prompt tokens computed in one forward pass beside the running sequences."""
     threads: int | None = Field(None, ge=1, le=1024)
     """Threads inside one operation of the engine. Left out: one while the learner works, all cores while it rests."""
+
+    @model_validator(mode="after")
+    def _most_are_no_fewer(self) -> Self:
+        if self.most_replicas is not None and self.most_replicas <= self.replicas:
+            raise ValueError(
+                f"generator.most_replicas={self.most_replicas} adds none to generator.replicas={self.replicas}; raise "
+                "it, or leave it out"
+            )
+        return self
+
+    @property
+    def most(self) -> int:
+        """Engines that there may be at a time."""
+        return self.most_replicas or self.replicas

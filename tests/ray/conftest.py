@@ -39,6 +39,9 @@ class WarmCluster(Cluster):
     async def make_room(self, bundles) -> None:
         self.out = {}
 
+    async def more_room(self, number, bundle) -> None:
+        pass
+
     def process(self, room):
         import ray
 

@@ -130,6 +130,23 @@ def test_roles_that_take_turns_give_what_they_give_side_by_side(actors, bound):
     assert bound or fingerprints("together") == fingerprints("apart")
 
 
+def test_a_generator_that_joins_late_samples_what_the_first_one_would_have(actors):
+    until: list[int] = []
+
+    def stop(session: Session, step: int) -> None:
+        if len(session.runtime.generator.links) == 2:
+            until.append(step)
+        if len(until) == 3:
+            session.stop()
+
+    train("joined", "runtime=ray", "generator.most_replicas=2", "run.steps=400", "checkpoint.every=0", on_step=stop)
+    train("alone", f"run.steps={until[-1] + 1}", "checkpoint.every=0")
+    with RunReader(Path("joined")) as run:
+        swaps = {event.instance for event in run.events() if event.kind == "swap"}
+    assert swaps == {0, 1}
+    assert fingerprints("joined") == fingerprints("alone")
+
+
 def test_an_asynchronous_run_keeps_its_bound(actors):
     train("ray", "runtime=ray", "queue.max_staleness=2", "generator.replicas=2", "generator.on_sync=continue")
     require_whole("ray", bound=2, steps=3)

@@ -37,7 +37,8 @@ class Cluster:
     config: RuntimeConfig
     is_own: bool
     """Ray was started here, and ends with the run."""
-    _group: Any = None
+    _bundles: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    """Number of a bundle -> its placement group, and its place there."""
     _actors: list[Any] = field(default_factory=list)
 
     @classmethod
@@ -76,10 +77,19 @@ class Cluster:
         """All bundles or none."""
         from ray.util.placement_group import placement_group
 
-        self._group = placement_group([dict(bundle) for bundle in bundles], strategy="PACK")
+        group = placement_group([dict(bundle) for bundle in bundles], strategy="PACK")
+        self._bundles = {number: (group, number) for number in range(len(bundles))}
         what = f"room for {len(bundles)} actors"
         with waiting("the run", what):
-            await _within(self.config.start_timeout_s, _done(self._group.ready()), what, self._why_no_room)
+            await _within(self.config.start_timeout_s, _done(group.ready()), what, self._why_no_room)
+
+    async def more_room(self, number: int, bundle: Resources) -> None:
+        """One more bundle, whenever the cluster has room for it."""
+        from ray.util.placement_group import placement_group
+
+        group = placement_group([dict(bundle)])
+        self._bundles[number] = group, 0
+        await _done(group.ready())
 
     def _why_no_room(self) -> str:
         import ray
@@ -94,15 +104,14 @@ class Cluster:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        group, place = self._bundles[room.bundle]
         made = (
             ray.remote(Process)
             .options(
                 num_cpus=room.cpus,
                 num_gpus=room.gpus,
                 max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self._group, placement_group_bundle_index=room.bundle
-                ),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place),
             )
             .remote()
         )
@@ -129,12 +138,12 @@ class Cluster:
             await asyncio.gather(*resting, return_exceptions=True)
         for actor in list(self._actors):
             self.kill(actor)
-        if self._group is not None:
-            from ray.util.placement_group import remove_placement_group
+        from ray.util.placement_group import remove_placement_group
 
+        for group in {id(group): group for group, _ in self._bundles.values()}.values():
             with contextlib.suppress(Exception):
-                remove_placement_group(self._group)
-            self._group = None
+                remove_placement_group(group)
+        self._bundles.clear()
         if self.is_own and ray.is_initialized():
             self.is_own = False
             await asyncio.to_thread(ray.shutdown)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from nearpolicy.sync.publisher import Publisher
 
 
-MOST_STARTS = 3
-"""Times that one tries to start a lost generator again, each time it is lost."""
+LONGEST_PAUSE_S = 60.0
+"""Between two tries to start a generator."""
 
 
 class RayRuntime:
@@ -53,15 +53,16 @@ class RayRuntime:
         self._functions = functions
         self._say = say
         self._folder = os.getcwd()
-        self._rooms = Rooms.of_roles(config.runtime, ranks=config.learner.ranks, replicas=config.generator.replicas)
+        generators = {"replicas": config.generator.replicas, "most_replicas": config.generator.most}
+        self._rooms = Rooms.of_roles(config.runtime, ranks=config.learner.ranks, **generators)
         self._cluster: Cluster | None = None
         self._connecting = asyncio.Lock()
-        self._generators: list[Any] = []
+        self._generators: dict[int, Any] = {}
         self._ranks: list[Any] = []
         self._verifiers: dict[int, Any] = {}
         self._ranks_are_used = False
         self._fleet: Fleet | None = None
-        self._replacing: set[asyncio.Task[None]] = set()
+        self._joining: set[asyncio.Task[None]] = set()
 
     @property
     def _num_ranks(self) -> int:
@@ -111,9 +112,10 @@ class RayRuntime:
         await self._connected()
         ranks, replicas = range(self._num_ranks), range(self._config.generator.replicas)
         self._ranks = [self._process("learner", rank) for rank in ranks]
-        self._generators = [self._process("generator", place) for place in replicas]
+        self._generators = {place: self._process("generator", place) for place in replicas}
+        everybody = [*self._ranks, *self._generators.values()]
         places: Sequence[Place] = await asyncio.gather(
-            *(self._started("an actor to begin", each.here.remote()) for each in (*self._ranks, *self._generators))
+            *(self._started("an actor to begin", each.here.remote()) for each in everybody)
         )
         require_same_versions(places)
         self._transport = chosen(self._config, places)
@@ -183,7 +185,7 @@ class RayRuntime:
         if config.runtime.placement == "colocated":
             self.learner = TakesTurns(self._learner, self._fleet)
         begun = await asyncio.gather(
-            self._learner.start(), *(self._member(place, actor) for place, actor in enumerate(self._generators))
+            self._learner.start(), *(self._member(place, actor) for place, actor in self._generators.items())
         )
         for member in begun[1:]:
             self._fleet.join(member)
@@ -196,6 +198,9 @@ class RayRuntime:
             on_behind=lambda name, reason: self._say(f"{name} is behind: {reason}"),
         )
 
+        for place in range(config.generator.replicas, config.generator.most):
+            self._keep(self._add(place))
+
     async def _member(self, place: int, actor: Any) -> GeneratorMember:
         name = _name(place)
         found = await self._started(f"{name} to start", actor.do.remote("start", self._mode, self._rule))
@@ -204,31 +209,56 @@ class RayRuntime:
     def _of_fleet(self, kind: str, **fields: Any) -> None:
         self._tell("generator", kind, **fields)
         if kind == "lost" and self._fleet is not None:
-            task = asyncio.create_task(self._replace(fields["name"], fields["reason"]))
-            self._replacing.add(task)
-            task.add_done_callback(self._replacing.discard)
+            self._keep(self._replace(fields["name"], fields["reason"]))
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._joining.add(task)
+        task.add_done_callback(self._joining.discard)
 
     async def _replace(self, name: str, reason: str) -> None:
-        """Another one in the place of a generator that was lost. It samples once it has shown the present weights: now,
-        if they are still to be had, or with the next publication."""
-        place, cluster = _place(name), await self._connected()
+        """Another one in the place of a generator that was lost."""
+        place = _place(name)
         self._say(f"{name} was lost: {reason}. Its sequences go on elsewhere; another one is started")
         await self.publisher.remove(name)
-        cluster.kill(self._generators[place])
-        for _ in range(MOST_STARTS):
+        self._cluster.kill(self._generators[place])
+        await self._join(place)
+
+    async def _add(self, place: int) -> None:
+        """One more, as soon as there is room for it."""
+        bundle = self._rooms.of["generator"][place].bundle
+        await self._cluster.more_room(bundle, self._rooms.more[bundle])
+        await self._join(place)
+
+    async def _join(self, place: int) -> None:
+        """A generator for this place, tried until there is one. It samples once it has shown the present weights: now,
+        if they are still to be had, or with the next publication."""
+        name, pause_s = _name(place), 1.0
+        while self._fleet is not None:
             actor = self._generators[place] = self._process("generator", place)
             try:
-                await self._load_generator(place)
+                loaded = await self._load_generator(place)
+                require_same_versions([loaded.place])
+                self._require_as_exact(name, loaded)
                 member = await self._member(place, actor)
-            except (ConfigError, NearpolicyError) as error:
-                self._say(f"{name} cannot be started again: {described(error, 200)}")
-                cluster.kill(actor)
+            except NearpolicyError as error:
+                self._cluster.kill(actor)
+                self._say(f"{name} cannot be started, and is tried again in {pause_s:g} s: {described(error, 200)}")
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 continue
-            if self._fleet is None:
-                return
-            link = self._fleet.join(member)
-            await self.publisher.add(name, link)
+            await self.publisher.add(name, self._fleet.join(member))
             return
+
+    def _require_as_exact(self, name: str, loaded: Loaded) -> None:
+        """`ConfigError` for a node where the numerics of the run are not to be had."""
+        rule, found = self._rule, loaded.numerics
+        weaker = found.min_rows > rule.min_rows or found.max_threads < rule.max_threads
+        if self._mode == "exact" and (loaded.mode != "exact" or weaker):
+            raise ConfigError(
+                f"{name} on {loaded.place.node}: its processor does not give the bits of the others; set "
+                "run.numerics: fast to mix kinds of machines"
+            )
 
     async def _fresh_ranks(self) -> Sequence[Any]:
         """Those that have loaded the model, the first time; later new ones in their places."""
@@ -265,9 +295,9 @@ class RayRuntime:
 
     async def stop(self) -> None:
         fleet, self._fleet = self._fleet, None
-        for task in self._replacing:
+        for task in self._joining:
             task.cancel()
-        await asyncio.gather(*self._replacing, return_exceptions=True)
+        await asyncio.gather(*self._joining, return_exceptions=True)
         if fleet is not None:
             with contextlib.suppress(Exception):
                 await fleet.close()
