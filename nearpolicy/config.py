@@ -225,6 +225,8 @@ def contradictions(config: RunConfig) -> Iterator[str]:
             f"sampling.num_generations * queue.prompts_per_step = {samples:,} completions per step "
             f"are more than the {MOST_SLOTS:,} and {MOST_COMPLETIONS:,} that this program is made for; lower them"
         )
+    if config.runtime.kind == "inline" and (found := learner.needs_processes):
+        yield f"{found} is for learners in processes of their own; set runtime.kind=ray, or leave it out"
     yield from _objective_contradictions(config)
     yield from _critic_contradictions(config)
     yield from _task_contradictions(config)
