@@ -228,6 +228,10 @@ def test_run_is_named_after_the_recipe_unless_it_has_a_name(load):
     [
         (["sync.weight_sync_steps=4"], ["sync.weight_sync_steps=4", "queue.max_staleness=1"]),
         (["learner.minibatches=3"], ["queue.prompts_per_step=8", "learner.minibatches=3"]),
+        (["learner.ranks=2"], ["learner.ranks=2", "runtime.kind=ray"]),
+        (["learner.offload=optimizer"], ["learner.offload=optimizer", "runtime.kind=ray"]),
+        (["learner.ranks=4", "learner.replicas=3"], ["learner.replicas is 3", "learner.ranks=4"]),
+        (["learner.offload=parameters"], ["learner.offload=parameters", "learner.ranks is 1"]),
         (["sampling.num_generations=1"], ["sampling.num_generations=1", "objective.advantage=grpo"]),
         (
             ["sampling.num_generations=1", "objective.advantage=reinforce", "queue.drop_zero_variance_groups=true"],

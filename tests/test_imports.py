@@ -42,7 +42,8 @@ ARROWS: dict[str, frozenset[str]] = {
     "pipeline": frozenset({"records", "roles", "telemetry.batch"}),
     "evaluate": BASE | {"store.schema"},
     "placement": frozenset({"settings"}),
-    "config": frozenset({"errors", "settings", "recipe_keys", "visible", "placement", "config"}),  # and every */config.py, below
+    # and every */config.py, below
+    "config": frozenset({"errors", "settings", "recipe_keys", "visible", "placement", "config"}),
     "launch": frozenset({"everything"}),
 }
 """A folder or module of the package -> what it may import besides itself: a unit as a whole, or one module of it."""

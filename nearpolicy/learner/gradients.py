@@ -10,6 +10,7 @@ import torch
 
 from nearpolicy.learner.report import TokenStats
 from nearpolicy.learner.step import PolicyLearner
+from nearpolicy.models.pieces import whole
 from nearpolicy.objectives.assign import assign_advantages
 from nearpolicy.objectives.comparison import GroupGradients
 from nearpolicy.objectives.diagnostics import effective_sample_size
@@ -37,16 +38,16 @@ class GradientSketch:
                 self._places.append(drawn)
 
     def of(self, policy: torch.nn.Module) -> np.ndarray:
-        """The gradient that a policy of the same shape holds now."""
+        """The gradient that a policy of the same shape holds now; if ranks hold it in pieces, all of them ask."""
         parameters = _trainable(policy)
         if self.is_exact:
-            parts = [torch.zeros(p.numel()) if p.grad is None else p.grad.flatten().float() for p in parameters]
+            parts = [torch.zeros(p.numel()) if p.grad is None else _whole_gradient(p) for p in parameters]
             found = torch.cat(parts)
         else:
             found = torch.zeros(SKETCH_DIMENSIONS)
             for p, drawn in zip(parameters, self._places, strict=True):
                 if p.grad is not None:
-                    signed = p.grad.flatten().float() * ((drawn & 1) * 2 - 1)
+                    signed = _whole_gradient(p) * ((drawn & 1) * 2 - 1)
                     found.index_add_(0, (drawn >> 1).long(), signed)
         return found.double().numpy()
 
@@ -84,6 +85,10 @@ def group_gradients(learner: PolicyLearner, batch: Batch, sketch: GradientSketch
 
 def _trainable(policy: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [p for p in policy.parameters() if p.requires_grad]
+
+
+def _whole_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    return whole(parameter.grad).flatten().float()
 
 
 def _by_group(rows: Sequence[Row]) -> list[list[int]]:

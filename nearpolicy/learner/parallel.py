@@ -8,9 +8,12 @@ what follows is too. Two kinds of failure:
 - What a rank does by itself (a loss function, a disk) fails at a point where ranks *agree*: all of them raise the same
   error, and all can go on.
 - Anything else (memory that is not there, a rank that is killed, one that does not come) leaves the others inside a
-  collective operation. Whoever notices writes the reason where all can read it and cuts its connections, so that the
-  others notice as well; `timeout_s` bounds the wait for one that is silent. Then the ranks have come *apart*: every
-  call raises the same reason until they join anew.
+  collective operation. The rank that fails raises at once, and writes the reason where all can read it; the others
+  raise it too, as soon as they notice: at once if its process ends, else after `timeout_s` (gloo cannot be told to
+  give up earlier). So whoever runs the ranks should end them all at the first error. The ranks have come *apart*:
+  every call raises the same reason until they join anew.
+
+A call that not all ranks make, or not in the same order, is not an error that can be caught: gloo ends the process.
 
 Runs over gloo on CPUs. The nccl side (`pick_backend`) has never been run.
 """

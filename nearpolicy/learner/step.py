@@ -431,7 +431,8 @@ class PolicyLearner:
         own_critic = {} if self.critic is None else {"critic": self.critic.state()}
         adapter = None
         if isinstance(self.policy, LoraPolicy):
-            adapter = {"base": self.policy.base_fingerprint, "factors": self.policy.factors()}
+            with self.ranks.together("state"):
+                adapter = {"base": self.policy.base_fingerprint, "factors": self.policy.factors()}
         return {
             "adapter": adapter,
             "version": self.version,
@@ -463,7 +464,9 @@ class PolicyLearner:
             )
         if not adapted:
             return
-        if (found := self.policy.base_fingerprint) != saved["base"]:
+        with self.ranks.together("load_state"):
+            found = self.policy.base_fingerprint
+        if found != saved["base"]:
             raise ModelError(
                 f"the adapter of the training state changes weights with the fingerprint {saved['base']}, and this "
                 f"learner holds {found}; load the model that the run began with (the weights of a checkpoint contain "

@@ -59,7 +59,9 @@ class RankPool:
     ) -> list[Any]:
         """With arguments, results and exceptions (`Raised`) by rank."""
         while len(self._processes) < size:
-            self._start()
+            process, connection = self._started()
+            self._processes.append(process)
+            self._connections.append(connection)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -73,16 +75,21 @@ class RankPool:
         if not self._connections[rank].poll(2 * timeout_s + TIMEOUT_S):
             self.close()
             raise AssertionError(f"rank {rank} gave no answer")
-        return pickle.loads(self._connections[rank].recv_bytes())
+        try:
+            return pickle.loads(self._connections[rank].recv_bytes())
+        except EOFError:
+            self._processes[rank].wait()
+            self._processes[rank], self._connections[rank] = self._started()
+            return Raised("EOFError", "the process is gone")
 
-    def _start(self) -> None:
+    def _started(self) -> tuple[subprocess.Popen, Connection]:
         host, port = self._listener.address
         environment = dict(
             os.environ, OMP_NUM_THREADS="1", POOL_KEY=self._key.hex(), PYTHONPATH=os.pathsep.join(sys.path)
         )
         command = [sys.executable, str(Path(__file__)), host, str(port)]
-        self._processes.append(subprocess.Popen(command, env=environment))
-        self._connections.append(self._listener.accept())
+        process = subprocess.Popen(command, env=environment)
+        return process, self._listener.accept()
 
     def close(self) -> None:
         for connection in self._connections:

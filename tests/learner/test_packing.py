@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nearpolicy.learner.packing import build_trees, microbatches, pack
+from nearpolicy.learner.packing import build_trees, microbatches, num_sure, pack, shares
 from nearpolicy.records import Finish, Row, Segment
 
 
@@ -96,3 +96,53 @@ def test_a_row_without_context_is_an_error_that_says_so():
     [trees] = microbatches(build_trees(rows, [0], 10), 10)
     with pytest.raises(ValueError, match="row 0 has an empty context"):
         pack(rows, trees)
+
+
+# Shares of ranks.
+
+
+def of_all_ranks(rows, wanted, budget, num_ranks, whole=False):
+    return [shares(rows, wanted, budget, rank=r, num_ranks=num_ranks, whole_rollouts=whole) for r in range(num_ranks)]
+
+
+@given(some_rows(), st.integers(1, 30), st.integers(1, 5), st.booleans())
+def test_ranks_have_as_many_rounds_and_every_row_counts_once_in_order(rows, budget, num_ranks, whole):
+    found = of_all_ranks(rows, range(len(rows)), budget, num_ranks, whole)
+    assert len({len(of_rank) for of_rank in found}) == 1
+    counted = sorted((share for of_rank in found for share in of_rank if share.counts), key=lambda s: s.number)
+    assert [share.number for share in counted] == list(range(len(counted)))
+    assert [i for share in counted for tree in share.trees for i in tree.rows] == list(range(len(rows)))
+    for share in (share for of_rank in found for share in of_rank):
+        tokens, members = sum(t.num_tokens for t in share.trees), [i for t in share.trees for i in t.rows]
+        assert tokens <= budget or len(members) == 1 or whole
+    for place in range(len(found[0])):
+        assert any(of_rank[place].counts for of_rank in found)
+
+
+@given(some_rows(), st.integers(1, 30), st.booleans())
+def test_one_rank_computes_the_micro_batches_of_one_process(rows, budget, whole):
+    usual = list(microbatches(build_trees(rows, range(len(rows)), budget), budget, rows if whole else None))
+    [found] = of_all_ranks(rows, range(len(rows)), budget, 1, whole)
+    assert [list(share.trees) for share in found] == [list(trees) for trees in usual] or not rows
+    assert all(share.counts for share in found)
+
+
+@given(some_rows(), some_rows(), st.integers(1, 30), st.integers(1, 4), st.booleans())
+def test_sure_rounds_stay_when_rows_are_added_behind(rows, more, budget, num_ranks, whole):
+    count = num_sure(rows, range(len(rows)), budget, num_ranks, whole)
+    before = of_all_ranks(rows, range(len(rows)), budget, num_ranks, whole)
+    both = [*rows, *more]
+    after = of_all_ranks(both, range(len(both)), budget, num_ranks, whole)
+    for mine, theirs in zip(before, after, strict=True):
+        layout = [[(s.number, s.counts, [t.rows for t in s.trees]) for s in of[:count]] for of in (mine, theirs)]
+        assert layout[0] == layout[1]
+
+
+def test_work_is_balanced_by_tokens():
+    """Ten rows of very different length on two ranks: in each round the longer part goes to who has less so far."""
+    rows = [row_of(i, [1], [1] * length, [True] * length) for i, length in enumerate([30, 10] * 5)]
+    loads = [sum(t.num_tokens for s in of for t in s.trees if s.counts) for of in of_all_ranks(rows, range(10), 31, 2)]
+    assert abs(loads[0] - loads[1]) <= 20
+    few = [row_of(0, [1, 2, 3], [1] * 6, [True] * 6) for _ in range(8)]
+    cut = of_all_ranks(few, range(8), 1000, 4)
+    assert [[len(t.rows) for s in of for t in s.trees] for of in cut] == [[2]] * 4  # and nobody rests beside one batch

@@ -1,0 +1,320 @@
+"""Kinds of learners beside the plain one, in one process and on ranks, and what a rank does in tests of failures."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from learner_cases import EXACT, SHAPE, batch_of, learner, model_folder, random_rows
+from test_critic import random_rewards, rewarded
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from nearpolicy.learner.checkpoint import load_checkpoint, save_checkpoint
+from nearpolicy.learner.config import CriticConfig, LearnerConfig
+from nearpolicy.learner.gradients import GradientSketch, group_gradients
+from nearpolicy.learner.parallel import Ranks
+from nearpolicy.learner.step import PolicyLearner
+from nearpolicy.models.loading import load_policy, resolve
+from nearpolicy.models.lora import LoraPolicy
+from nearpolicy.models.value import ValueModel
+from nearpolicy.objectives.config import ObjectiveConfig
+from nearpolicy.objectives.objective import Objective, Supervised
+
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A kind of learner."""
+
+    family: str = "llama"
+    init: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    lora: bool = False
+    objective: dict[str, Any] = field(default_factory=dict)
+    reference: str | None = None
+    """other, own (a second copy), or adapter_off."""
+    critic: CriticConfig | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    warm: bool = False
+
+    @property
+    def folder(self) -> Path:
+        return resolve(f"random:{self.family}", SHAPE | self.init, seed=3)
+
+
+FULL_KL = {"kl_coef": 0.1, "kl_estimator": "full"}
+CASES = {
+    "tied and checkpointed": Case(
+        family="qwen3", init={"tie_word_embeddings": True}, settings={"activation_checkpointing": True}
+    ),
+    "bfloat16": Case(dtype=torch.bfloat16, settings={"max_grad_norm": 0.5}),
+    "mixture of experts": Case(family="qwen3_moe", init=MIXTURE),
+    "adapter": Case(lora=True, objective=FULL_KL | {"reference": "adapter_off"}, reference="adapter_off"),
+    "adapter on bfloat16": Case(lora=True, dtype=torch.bfloat16),
+    "full KL": Case(objective=FULL_KL, reference="other"),
+    "full KL in the reward": Case(objective=FULL_KL | {"kl_in": "reward"}, reference="other"),
+    "initial reference": Case(objective={"kl_coef": 0.1, "reference": "initial"}, reference="own", warm=True),
+    "critic": Case(
+        objective={"advantage": "gae", "scale_rewards": "none"},
+        critic=CriticConfig(learning_rate=2e-3, pretraining_steps=1),
+        warm=True,
+    ),
+    "critic of a bfloat16 policy": Case(
+        dtype=torch.bfloat16, objective={"advantage": "gae", "scale_rewards": "none"}, critic=CriticConfig()
+    ),
+    "chosen tokens in minibatches": Case(
+        objective={"loss": "kl_cov"}, settings={"num_iterations": 2, "minibatches": 2}
+    ),
+    "all offloaded": Case(settings={"offload": "parameters"}),
+    "moments offloaded": Case(settings={"offload": "optimizer"}),
+}
+
+
+def make(case: Case, ranks: Ranks | None = None, replicas: int = 1) -> PolicyLearner:
+    policy = load_policy(case.folder, case.dtype, known_to_fit=True)
+    if case.lora:
+        policy = LoraPolicy(policy.model, rank=4, alpha=8.0, target_modules=["all-linear"], seed=1)
+    reference = None
+    if case.reference == "adapter_off":
+        reference = policy.without_adapter()
+    elif case.reference is not None:
+        other = model_folder(initializer_range=0.2) if case.reference == "other" else case.folder
+        reference = load_policy(other, case.dtype, known_to_fit=True).requires_grad_(False)
+    value_model = None if case.critic is None else ValueModel(load_policy(case.folder, case.dtype, known_to_fit=True))
+    shared = {} if ranks is None else {"ranks": ranks.size, "replicas": replicas}
+    alone = {} if ranks is not None else {"offload": "none"}
+    usual = {"learning_rate": 1e-3, "max_grad_norm": None, "max_tokens_per_microbatch": 60}
+    return PolicyLearner(
+        policy,
+        Objective(ObjectiveConfig(**case.objective), 12),
+        LearnerConfig(**usual | case.settings | shared | alone),
+        EXACT,
+        temperature=1.0,
+        total_steps=10,
+        reference=reference,
+        value_model=value_model,
+        critic=case.critic,
+        ranks=ranks,
+    )
+
+
+def batch(step: int) -> Any:
+    rows = random_rows(step, groups=3)
+    near = [replace(row, segment=replace(row.segment, behavior_logprobs=_near(row, step))) for row in rows]
+    return rewarded(near, random_rewards(near, step), step=step)
+
+
+def _near(row: Any, step: int) -> np.ndarray:
+    """Log-probabilities near to those of a uniform policy, so that no ratio is cut."""
+    noise = np.random.default_rng(step).normal(0.0, 0.1, len(row.segment.token_ids))
+    return np.where(row.segment.mask, -5.6 + noise, 0.0).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Life:
+    """What has become of a learner: all of it the same on every rank, but for ``weights``, which rank 0 shows."""
+
+    began: str
+    metrics: list[dict[str, float]]
+    saved: str
+    ended: str
+    resumed: str
+    pieces: list[str]
+    weights: torch.Tensor | None
+    values: torch.Tensor | None
+
+
+def life(ranks: Ranks | None, name: str, folder: str, replicas: int = 1) -> Life:
+    """Perhaps a warm start, two steps, a checkpoint, a third step; and the third step again from the checkpoint."""
+    case = CASES[name]
+    own = make(case, ranks, replicas)
+    began = _fingerprint(own)
+    if case.warm:
+        rows = random_rows(50)
+        own.supervised_step([replace(r, advantages=r.trained.astype(np.float32)) for r in rows], Supervised(), 1e-3)
+        own.begin()
+    metrics = [_step(own), _step(own)]
+    path, saved = save_checkpoint(own, Path(folder), keep_last=1), _fingerprint(own)
+    metrics.append(_step(own))
+    again = make(case, ranks, replicas)
+    if case.warm and case.reference == "own":
+        rows = random_rows(50)
+        again.supervised_step([replace(r, advantages=r.trained.astype(np.float32)) for r in rows], Supervised(), 1e-3)
+        again.begin()
+    load_checkpoint(again, path, expected=[] if case.lora else [saved])
+    last = _step(again)
+    assert last == metrics[-1], (last, metrics[-1])
+    first = ranks is None or ranks.rank == 0
+    weights = torch.cat([t.float().flatten() for _, t in own.policy.whole_weights()])
+    values = None if own.critic is None else torch.from_numpy(np.concatenate(own.critic.annotate(random_rows(9))))
+    held = list(own.shards())
+    return Life(began, metrics, saved, _fingerprint(own), _fingerprint(again), held, weights if first else None, values)
+
+
+def _fingerprint(own: PolicyLearner) -> str:
+    return own.weights(None, keep=False).record.fingerprint
+
+
+def _step(own: PolicyLearner) -> dict[str, float]:
+    metrics = own.step(batch(own.version)).metrics
+    return {name: value for name, value in metrics.items() if not name.startswith("time/")}
+
+
+def curve_fingerprint(ranks: Ranks | None) -> str:
+    """Of the weights after three steps."""
+    own = make(Case(), ranks)
+    for _ in range(3):
+        _step(own)
+    return _fingerprint(own)
+
+
+def annotations(ranks: Ranks | None) -> list[np.ndarray]:
+    return make(Case(), ranks).annotate(random_rows(2, groups=5))
+
+
+def gradients_by_group(ranks: Ranks | None) -> tuple[np.ndarray, np.ndarray]:
+    own = make(Case(), ranks)
+    found = group_gradients(own, batch(0), GradientSketch(own.policy))
+    return found.gradients, found.losses
+
+
+# Failures.
+
+
+def plain(ranks: Ranks, **settings: Any) -> PolicyLearner:
+    return learner(ranks=ranks, **{"max_tokens_per_microbatch": 40} | settings)
+
+
+class LossThatFails:
+    """An objective whose loss cannot be had on one rank."""
+
+    def __init__(self, inner: Objective, fails: bool) -> None:
+        self._inner, self._fails = inner, fails
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def token_losses(self, tokens: Any) -> Any:
+        if self._fails:
+            raise ArithmeticError("no loss for these tokens")
+        return self._inner.token_losses(tokens)
+
+
+def impatient(ranks: Ranks) -> Ranks:
+    """They have met; from now on three seconds are enough."""
+    ranks.timeout_s = 3.0
+    _set_pg_timeout(timedelta(seconds=ranks.timeout_s))
+    return ranks
+
+
+def a_loss_fails(ranks: Ranks, failing: int) -> tuple[str, bool, int]:
+    """What is said on this rank; whether the weights stayed; the version after one more, good step."""
+    own = plain(ranks)
+    before, good, said = _fingerprint(own), own.objective, ""
+    own.objective = LossThatFails(good, ranks.rank == failing)
+    try:
+        own.step(batch_of(random_rows(0)))
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    stayed, own.objective = _fingerprint(own) == before, good
+    own.step(batch_of(random_rows(0)))
+    return said, stayed, own.version
+
+
+def another_batch(ranks: Ranks) -> str:
+    own = plain(ranks)
+    return _said(lambda: own.step(batch_of(random_rows(ranks.rank))))
+
+
+def fails_alone(ranks: Ranks, failing: int) -> tuple[str, str]:
+    """One rank fails inside a forward pass, where the others wait for it; what each says, then and later."""
+    own = plain(impatient(ranks))
+    if ranks.rank == failing:
+        own.policy.model.get_decoder().layers[1].register_forward_pre_hook(_out_of_memory)
+    return tuple(_said(lambda: own.step(batch_of(random_rows(0)))) for _ in range(2))
+
+
+def _out_of_memory(*_: Any) -> None:
+    raise MemoryError("no memory for the second layer")
+
+
+def does_not_come(ranks: Ranks, missing: int) -> str:
+    """One rank is in no call at all while the others make a step, until they have given up."""
+    own = plain(impatient(ranks))
+    if ranks.rank == missing:
+        ranks._store.wait(["failed"], timedelta(seconds=60))
+        return ""
+    return _said(lambda: own.step(batch_of(random_rows(0))))
+
+
+def dies(ranks: Ranks, dying: int) -> str:
+    own = plain(ranks)
+    if ranks.rank == dying:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return _said(lambda: own.step(batch_of(random_rows(0))))
+
+
+def full_disk(ranks: Ranks, folder: str, full: int, room: int) -> tuple[str, list[str], str]:
+    """A save while files of one rank cannot grow beyond ``room`` bytes; what is said, what lies there, and the newest
+    checkpoint once there is room."""
+    own = plain(ranks)
+    own.step(batch_of(random_rows(0)))
+    save_checkpoint(own, Path(folder), keep_last=1)
+    own.step(batch_of(random_rows(1), step=1))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if ranks.rank == full:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        said = _said(lambda: save_checkpoint(own, Path(folder), keep_last=1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    ranks.agree("what is left")
+    left = sorted(path.name for path in Path(folder).iterdir())
+    ranks.agree("that all have looked")
+    return said, left, save_checkpoint(own, Path(folder), keep_last=1).name
+
+
+def torn_pieces(ranks: Ranks, folder: str) -> tuple[str, bool]:
+    """A checkpoint of which one byte has changed; what loading says, and whether the weights stayed."""
+    own = plain(ranks)
+    own.step(batch_of(random_rows(0)))
+    path = save_checkpoint(own, Path(folder), keep_last=1)
+    if ranks.rank == 0:
+        file = sorted((path / "training_state").glob("__1_*"))[0]
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(bytes(content))
+    ranks.agree("a changed file")
+    other = plain(ranks)
+    before = _fingerprint(other)
+    return _said(lambda: load_checkpoint(other, path)), _fingerprint(other) == before
+
+
+def _said(act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def exported(ranks: Ranks, name: str, folder: str) -> dict[str, str]:
+    """The model of a case in many small files; its digests."""
+    from nearpolicy.learner.export import save_model
+
+    own = make(CASES[name], ranks)
+    with ranks.agreement("a folder"):
+        if ranks.rank == 0:
+            Path(folder).mkdir()
+    save_model(own.policy, Path(folder), ranks, file_bytes=50_000)
+    return dict(own.weights(None, keep=False).digests)

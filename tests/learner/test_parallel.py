@@ -1,0 +1,136 @@
+"""Ranks of a learner, beyond what `conformance` claims of every backend: other models and objectives, and failures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import parallel_cases as cases
+import pytest
+import torch
+from conformance import all_equal, close
+from parallel_cases import CASES
+from rank_pool import Raised
+
+from nearpolicy.models.loading import load_policy
+from nearpolicy.models.weights import digests
+
+
+def prepared(name: str) -> None:
+    """The models on disk, before several processes want to make them."""
+    cases.make(CASES[name])
+
+
+def check_life(pool, name: str, folder: Path, ranks: int, replicas: int = 1) -> None:
+    prepared(name)
+    right = cases.life(None, name, str(folder / "alone"))
+    found = pool.run(ranks, cases.life, name, str(folder / "together"), replicas)
+    first = found[0]
+    for other in found[1:]:
+        assert (other.began, other.metrics, other.saved, other.ended) == (
+            first.began,
+            first.metrics,
+            first.saved,
+            first.ended,
+        )
+    assert first.began == right.began
+    assert first.ended == first.resumed
+    assert first.pieces == right.pieces
+    wide = CASES[name].dtype == torch.float32
+    for mine, theirs in zip(first.metrics, right.metrics, strict=True):
+        close(mine, theirs, 1e-4 if wide else 5e-2)
+    # Adam turns a rounding of a gradient near 0 into up to one step of the rate; what has moved at all moved alike.
+    change = (right.weights - first.weights).abs()
+    assert change.max() <= (3e-3 if wide else 2e-2)
+    assert change.norm() <= (1e-3 if wide else 5e-3) * right.weights.norm()
+    if right.values is not None:
+        assert torch.allclose(first.values, right.values, atol=1e-3 if wide else 5e-2)
+
+
+USUAL = ["tied and checkpointed", "mixture of experts", "adapter", "full KL", "critic of a bfloat16 policy"]
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_two_ranks_live_as_one_process_does(name, rank_pool, tmp_path):
+    check_life(rank_pool, name, tmp_path, 2)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_live_as_one_process_does(name, ranks, replicas, rank_pool, tmp_path):
+    check_life(rank_pool, name, tmp_path, ranks, replicas)
+
+
+def test_one_rank_has_the_bits_of_a_process_without_any(rank_pool):
+    prepared("tied and checkpointed")
+    assert rank_pool.run(1, cases.curve_fingerprint) == [cases.curve_fingerprint(None)]
+
+
+def test_every_rank_has_the_bits_of_one_process_for_every_token(rank_pool):
+    right = cases.annotations(None)
+    for found in rank_pool.run(2, cases.annotations):
+        assert all(np.array_equal(mine, theirs) for mine, theirs in zip(found, right, strict=True))
+
+
+def test_gradients_by_group_are_those_of_one_process(rank_pool):
+    right, losses = cases.gradients_by_group(None)
+    for found, told in rank_pool.run(2, cases.gradients_by_group):
+        assert np.linalg.norm(found - right) <= 1e-5 * np.linalg.norm(right)
+        assert told == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["tied and checkpointed", "mixture of experts"])
+def test_a_model_in_several_files_is_the_model(name, rank_pool, tmp_path):
+    prepared(name)
+    shown = all_equal(rank_pool.run(2, cases.exported, name, str(tmp_path / "model")))
+    assert len(list((tmp_path / "model").glob("model-*-of-*.safetensors"))) > 2
+    assert digests(load_policy(tmp_path / "model", known_to_fit=True).weights()) == shown
+
+
+# Failures. Every rank says the same, in a bounded time.
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_loss_that_fails_on_one_rank_fails_on_all_and_they_go_on(failing, rank_pool):
+    said, stayed, version = all_equal(rank_pool.run(2, cases.a_loss_fails, failing))
+    assert said == f"NearpolicyError: learner rank {failing}: ArithmeticError: no loss for these tokens"
+    assert (stayed, version) == (True, 1)
+
+
+def test_ranks_with_different_batches_say_so(rank_pool):
+    assert "the ranks of the learner come with different rows of a step" in all_equal(
+        rank_pool.run(2, cases.another_batch)
+    )
+
+
+def test_what_fails_on_one_rank_inside_a_pass_is_said_by_all_within_the_timeout(rank_pool):
+    first, later = all_equal(rank_pool.run(2, cases.fails_alone, 1))
+    assert first == "NearpolicyError: learner rank 1: MemoryError: no memory for the second layer"
+    assert later.startswith(first) and "start the ranks anew" in later
+
+
+def test_a_rank_that_does_not_come_is_named_after_the_timeout(rank_pool):
+    said, _ = rank_pool.run(2, cases.does_not_come, 1)
+    assert said.startswith("StandstillError: learner rank 0: waited in step 0, at most 3 s, for rank 1, last seen in")
+
+
+def test_a_rank_that_dies_is_named(rank_pool):
+    said, gone = rank_pool.run_each(2, cases.dies, [(1,), (1,)])
+    assert said.startswith("StandstillError: learner rank 0: waited in step 0") and "rank 1" in said
+    assert gone == Raised("EOFError", "the process is gone")
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_full_disk_of_one_rank_leaves_the_earlier_checkpoint(full, rank_pool, tmp_path):
+    said, left, later = all_equal(rank_pool.run(2, cases.full_disk, str(tmp_path), full, 4096))
+    assert said.startswith("RunFolderError: learner rank 0: checkpoint")
+    assert f"{tmp_path / 'step-2'} cannot be written" in said and "free some space" in said
+    assert full == 0 or "cannot be written: rank 1: " in said
+    assert (left, later) == (["step-1"], "step-2")
+
+
+def test_pieces_that_were_changed_are_not_loaded(rank_pool, tmp_path):
+    said, stayed = all_equal(rank_pool.run(2, cases.torn_pieces, str(tmp_path)))
+    assert "is not what was written" in said and "step-1" in said
+    assert stayed
