@@ -35,7 +35,7 @@ from nearpolicy.models.weights import differing
 from nearpolicy.models.weights import digests as digests_of
 from nearpolicy.roles import Entry, Shard, Shipment, VersionRecord
 from nearpolicy.sync.plan import Copy, dtype_called, slices
-from nearpolicy.sync.shipping import Alone, Peers, Route, digests_among, entries_of, still_true
+from nearpolicy.sync.shipping import Alone, OneAtATime, Peers, Route, digests_among, entries_of, still_true
 from nearpolicy.waits import waiting
 
 _ALIGNMENT = 64
@@ -359,7 +359,7 @@ class BroadcastReceiver:
 
     def __init__(self, name: str, *, device: torch.device | None = None) -> None:
         """``name``: of this generator, as the publisher calls it."""
-        self._name = name
+        self._name, self._alone = name, OneAtATime()
         self._device = device or torch.device("cpu")
         self._group: _Group | None = None
         self._number = 0
@@ -369,16 +369,17 @@ class BroadcastReceiver:
 
     @contextlib.contextmanager
     def receive(self, shipment: Shipment) -> Iterator[Mapping[str, Tensor]]:
-        size = max((entry.offset + entry.nbytes for entry in shipment.entries), default=0)
-        if self._staging.numel() != size:
-            self._staging = torch.empty(size, dtype=torch.uint8, device=self._device)
-        self._fetch(shipment)
-        tensors = {entry.name: self._tensor(entry) for entry in shipment.entries}
-        wrong = differing(shipment.digests, digests_of(tensors))
-        if wrong:
-            self._drop()
-            raise SyncError(f"{wrong[0]!r} and {len(wrong) - 1} more arrived otherwise than they were sent")
-        yield tensors
+        with self._alone(shipment):
+            size = max((entry.offset + entry.nbytes for entry in shipment.entries), default=0)
+            if self._staging.numel() != size:
+                self._staging = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self._fetch(shipment)
+            tensors = {entry.name: self._tensor(entry) for entry in shipment.entries}
+            wrong = differing(shipment.digests, digests_of(tensors))
+            if wrong:
+                self._drop()
+                raise SyncError(f"{wrong[0]!r} and {len(wrong) - 1} more arrived otherwise than they were sent")
+            yield tensors
 
     def close(self) -> None:
         self._drop()
