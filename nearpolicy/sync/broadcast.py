@@ -2,7 +2,7 @@
 
     learner rank 0   pack | pack | pack          small pieces go together in buckets, large ones from where they are
                         \\ send | send | send     two runs are under way at once
-    generator             receive | receive      into staging memory; digests are checked as tensors become whole
+    generator             receive | receive      into staging memory; the digests of all of it are checked there
 
 All or nothing: what a generator computes from is touched only after every tensor has arrived with the digest that was
 sent. A receiver that dies or stands still costs the others one attempt: the group is made anew of those that are still
@@ -24,7 +24,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,10 +31,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nearpolicy.errors import SyncError, described
-from nearpolicy.models.weights import digest
+from nearpolicy.models.weights import differing
+from nearpolicy.models.weights import digests as digests_of
 from nearpolicy.roles import Entry, Shard, Shipment, VersionRecord
 from nearpolicy.sync.plan import Copy, dtype_called, slices
-from nearpolicy.sync.shipping import Alone, Peers, Route, digests_among, entries_of, still_true
+from nearpolicy.sync.shipping import Alone, OneAtATime, Peers, Route, digests_among, entries_of, still_true
 from nearpolicy.waits import waiting
 
 _ALIGNMENT = 64
@@ -123,22 +123,15 @@ def _wait(work: Any, timeout: timedelta) -> None:
         raise RuntimeError(f"a broadcast did not end within {timeout.total_seconds():g} s")
 
 
-def _two_at_once(steps: Iterable[tuple[Callable[[], None], Callable[[], None]]]) -> None:
-    """Begun steps (what waits for one, what is done after it), at most two under way."""
-    under_way: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()
-    for step in steps:  # beginning one may take its time, while the other travels
-        under_way.append(step)
+def _two_at_once(begun: Iterable[Callable[[], None]]) -> None:
+    """Begin each and wait for it, at most two under way: making the next one ready may take its time meanwhile."""
+    under_way: deque[Callable[[], None]] = deque()
+    for wait in begun:
+        under_way.append(wait)
         if len(under_way) == 2:
-            wait, then = under_way.popleft()
-            wait()
-            then()
-    for wait, then in under_way:
+            under_way.popleft()()
+    for wait in under_way:
         wait()
-        then()
-
-
-def _nothing() -> None:
-    pass
 
 
 class BroadcastSender:
@@ -250,7 +243,7 @@ class BroadcastSender:
         with waiting("publication", f"the broadcast to {', '.join(names)}"):
             _two_at_once(self._steps(self._group))
 
-    def _steps(self, group: _Group) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
+    def _steps(self, group: _Group) -> Iterator[Callable[[], None]]:
         """Every run as one broadcast, begun when it is asked for."""
         for number, run in enumerate(self._runs):
             memory = self._direct(run) if run.holder == self._peers.rank else None
@@ -258,7 +251,7 @@ class BroadcastSender:
                 memory = self._buffer(number % 2)[: run.end - run.begin]
                 if run.holder == self._peers.rank:
                     self._pack(run, memory)
-            yield group.broadcast(memory, run.holder), _nothing
+            yield group.broadcast(memory, run.holder)
 
     def _buffer(self, number: int) -> Tensor:
         """Of two: one is under way while the other is packed."""
@@ -366,7 +359,7 @@ class BroadcastReceiver:
 
     def __init__(self, name: str, *, device: torch.device | None = None) -> None:
         """``name``: of this generator, as the publisher calls it."""
-        self._name = name
+        self._name, self._alone = name, OneAtATime()
         self._device = device or torch.device("cpu")
         self._group: _Group | None = None
         self._number = 0
@@ -376,11 +369,17 @@ class BroadcastReceiver:
 
     @contextlib.contextmanager
     def receive(self, shipment: Shipment) -> Iterator[Mapping[str, Tensor]]:
-        size = max((entry.offset + entry.nbytes for entry in shipment.entries), default=0)
-        if self._staging.numel() != size:
-            self._staging = torch.empty(size, dtype=torch.uint8, device=self._device)
-        self._fetch(shipment)
-        yield {entry.name: self._tensor(entry) for entry in shipment.entries}
+        with self._alone(shipment):
+            size = max((entry.offset + entry.nbytes for entry in shipment.entries), default=0)
+            if self._staging.numel() != size:
+                self._staging = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self._fetch(shipment)
+            tensors = {entry.name: self._tensor(entry) for entry in shipment.entries}
+            wrong = differing(shipment.digests, digests_of(tensors))
+            if wrong:
+                self._drop()
+                raise SyncError(f"{wrong[0]!r} and {len(wrong) - 1} more arrived otherwise than they were sent")
+            yield tensors
 
     def close(self) -> None:
         self._drop()
@@ -410,7 +409,7 @@ class BroadcastReceiver:
                 reason = f"; before that: {described(error)}"
                 self._drop()
                 continue
-            table.say_done(self._name)
+            table.say_done(self._name)  # the learner may go on; what has come is checked here
             return
         raise SyncError(f"version {shipment.version} did not arrive in {_ATTEMPTS} attempts{reason}")
 
@@ -421,24 +420,8 @@ class BroadcastReceiver:
             rank, size = place.ranks + names.index(self._name), place.ranks + len(names)
             store = table.store_of_group(number)
             self._group, self._number = _Group(place.backend, store, rank, size, place.timeout_s / 4), number
-        wrong: list[str] = []
-        left = deque(shipment.entries)
-
-        def arrived(end: int) -> None:
-            while left and left[0].offset + left[0].nbytes <= end:
-                entry = left.popleft()
-                if digest(self._tensor(entry)) != shipment.digests[entry.name]:
-                    wrong.append(entry.name)
-
         with waiting(self._name, f"the broadcast of version {shipment.version}"):
-            _two_at_once(
-                (self._group.broadcast(self._staging[run.begin : run.end], run.holder), partial(arrived, run.end))
-                for run in place.runs
-            )
-        arrived(self._staging.numel())
-        if wrong:
-            self._drop()
-            raise SyncError(f"{wrong[0]!r} and {len(wrong) - 1} more arrived otherwise than they were sent")
+            _two_at_once(self._group.broadcast(self._staging[run.begin : run.end], run.holder) for run in place.runs)
 
     def _at(self, place: Place) -> dist.Store:
         if self._address != place.address:

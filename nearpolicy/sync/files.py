@@ -41,7 +41,7 @@ from nearpolicy.models.weights import digests as digests_of
 from nearpolicy.roles import Shard, Shipment, VersionRecord
 from nearpolicy.sync import delta
 from nearpolicy.sync.plan import Box, dtype_called, slices
-from nearpolicy.sync.shipping import Alone, Peers, Route, digests_among, entries_of, still_true
+from nearpolicy.sync.shipping import Alone, OneAtATime, Peers, Route, digests_among, entries_of, still_true
 from nearpolicy.waits import waiting
 
 _MANIFEST = "manifest.json"
@@ -283,7 +283,7 @@ class FileReceiver:
 
     def __init__(self, name: str) -> None:
         """``name``: of this generator, as the publisher calls it."""
-        self._name = name
+        self._name, self._alone = name, OneAtATime()
         self._held: dict[str, Tensor] = {}
         self._holds: tuple[str, int] | None = None
         """Path and folder of what is held."""
@@ -291,6 +291,12 @@ class FileReceiver:
 
     @contextlib.contextmanager
     def receive(self, shipment: Shipment) -> Iterator[Mapping[str, Tensor]]:
+        with self._alone(shipment):
+            yield self._received(shipment)
+            if not shipment.place.changes:
+                self._forget()
+
+    def _received(self, shipment: Shipment) -> dict[str, Tensor]:
         place: FilePlace = shipment.place
         folder = _Folder(place.path)
         try:
@@ -305,9 +311,7 @@ class FileReceiver:
         if wrong:
             self._forget()
             raise SyncError(f"{wrong[0]!r} and {len(wrong) - 1} more of {place.path} differ from what was sent")
-        yield tensors
-        if not place.changes:
-            self._forget()
+        return tensors
 
     def close(self) -> None:
         self._forget()

