@@ -26,6 +26,10 @@ BASELINE = -1
 
 def read_only(values: Any, dtype: Any) -> np.ndarray:
     """A contiguous array of ``dtype`` that nobody can write to; copies only what is not already so."""
+    if type(values) is np.ndarray and values.dtype == dtype:
+        flags = values.flags
+        if flags.c_contiguous and not flags.writeable:
+            return values
     array = np.ascontiguousarray(values, dtype=dtype)
     if array.flags.writeable:
         array = array.copy() if array is values else array
@@ -131,26 +135,28 @@ class Segment:
     finish: Finish
     extras: Mapping[str, np.ndarray] = field(default_factory=lambda: _EMPTY)
     """Named per-token arrays, empty by default."""
+    num_sampled: int = field(init=False)
+    """Tokens the policy chose."""
 
     def __post_init__(self) -> None:
         for name, dtype in _SEGMENT_DTYPES.items():
-            object.__setattr__(self, name, read_only(getattr(self, name), dtype))
-        lengths = {name: len(getattr(self, name)) for name in ("token_ids", "mask", "behavior_logprobs", "versions")}
-        if len(set(lengths.values())) > 1:
+            given = getattr(self, name)
+            if (array := read_only(given, dtype)) is not given:
+                object.__setattr__(self, name, array)
+        length = len(self.token_ids)
+        if not length == len(self.mask) == len(self.behavior_logprobs) == len(self.versions):
+            names = ("token_ids", "mask", "behavior_logprobs", "versions")
+            lengths = {name: len(getattr(self, name)) for name in names}
             raise ValueError(f"a segment's per-token arrays must have one length, found {lengths}")
-
-    @property
-    def num_sampled(self) -> int:
-        """Tokens the policy chose."""
-        return int(np.count_nonzero(self.mask))
+        object.__setattr__(self, "num_sampled", int(np.count_nonzero(self.mask)))
 
 
 _SEGMENT_DTYPES = {
-    "context_ids": np.int32,
-    "token_ids": np.int32,
-    "mask": np.bool_,
-    "behavior_logprobs": np.float32,
-    "versions": np.int32,
+    "context_ids": np.dtype(np.int32),
+    "token_ids": np.dtype(np.int32),
+    "mask": np.dtype(np.bool_),
+    "behavior_logprobs": np.dtype(np.float32),
+    "versions": np.dtype(np.int32),
 }
 
 
@@ -246,6 +252,8 @@ class Group:
     """Why the admission gave nothing to train on; the rollouts made so far stay, for the ledger."""
     baseline: Baseline | None = None
     """None unless the objective asks for one."""
+    _oldest: int | None = field(default=None, init=False, repr=False)
+    """`oldest_version`, once somebody has asked: queue, store, learner and metrics all do."""
 
     @property
     def index(self) -> int:
@@ -264,12 +272,14 @@ class Group:
     @property
     def oldest_version(self) -> int:
         """Smallest version among all tokens of `everything`; the version at admission if there is none."""
-        segments = [segment for rollout in self.everything for segment in rollout.segments]
-        if not segments:
-            return self.admission.version
-        mask = np.concatenate([segment.mask for segment in segments])
-        versions = np.concatenate([segment.versions for segment in segments])[mask]
-        return int(versions.min()) if len(versions) else self.admission.version
+        if self._oldest is None:
+            segments = [s for rollout in self.everything for s in rollout.segments if s.num_sampled]
+            oldest = self.admission.version
+            if segments:
+                mask = np.concatenate([segment.mask for segment in segments])
+                oldest = int(np.concatenate([segment.versions for segment in segments])[mask].min())
+            object.__setattr__(self, "_oldest", oldest)
+        return self._oldest
 
     @property
     def newest_version(self) -> int:

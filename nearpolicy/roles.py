@@ -6,6 +6,7 @@ control plane (asyncio) into a role are coroutines, so that a role may live in a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -123,13 +124,18 @@ class Completion:
         segment = Segment(
             context_ids=context_ids,
             token_ids=self.token_ids,
-            mask=np.ones(len(self.token_ids), dtype=bool),
+            mask=_all_chosen(len(self.token_ids)),
             behavior_logprobs=self.logprobs,
             versions=self.versions,
             finish=self.finish,
             extras=self.extras,
         )
         return Rollout(sample=self.sample, segments=(segment,), text=text, numerics=numerics)
+
+
+@functools.lru_cache(maxsize=1024)
+def _all_chosen(length: int) -> np.ndarray:
+    return read_only(np.ones(length, dtype=bool), np.bool_)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

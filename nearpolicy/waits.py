@@ -9,10 +9,8 @@ stands still (`nearpolicy why`). It costs a dictionary entry.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -31,15 +29,21 @@ _waits: dict[int, Wait] = {}
 _numbers = itertools.count()
 
 
-@contextlib.contextmanager
-def waiting(who: str, what: str) -> Iterator[None]:
-    """Inside, ``who`` waits for ``what``. From any thread."""
-    number = next(_numbers)
-    _waits[number] = Wait(who, what, time.monotonic())
-    try:
-        yield
-    finally:
-        del _waits[number]
+class waiting:
+    """Inside, ``who`` waits for ``what``. From any thread. A class, since there are several waits to each of thousands
+    of groups, and a context that is made of a generator costs more."""
+
+    __slots__ = ("_number", "_wait")
+
+    def __init__(self, who: str, what: str) -> None:
+        self._wait = who, what
+
+    def __enter__(self) -> None:
+        self._number = next(_numbers)
+        _waits[self._number] = Wait(*self._wait, time.monotonic())
+
+    def __exit__(self, *error: object) -> None:
+        del _waits[self._number]
 
 
 def waits() -> list[Wait]:

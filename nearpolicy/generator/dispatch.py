@@ -47,7 +47,7 @@ class Lengths:
         size = 32 * self.PER_DOUBLING
         self._counts, self._sums = [0.0] * size, [0.0] * size
         self._counts_behind, self._sums_behind = [0.0] * (size + 1), [0.0] * (size + 1)
-        self._num = 0
+        self._num = self._counted_at = 0
         self.longest = 1
         """That any sequence may become."""
 
@@ -59,7 +59,8 @@ class Lengths:
         if self._num % self.HALVED_AFTER == 0:
             self._counts = [count / 2 for count in self._counts]
             self._sums = [total / 2 for total in self._sums]
-        if self._num % self.REFRESH == 0 or self._num < self.REFRESH:
+        if self._num - self._counted_at >= min(self.REFRESH, self._num // 16):
+            self._counted_at = self._num
             self._counts_behind = [*itertools.accumulate(reversed(self._counts), initial=0.0)][::-1]
             self._sums_behind = [*itertools.accumulate(reversed(self._sums), initial=0.0)][::-1]
 
@@ -203,17 +204,18 @@ class Dispatch:
 
     def _measure(self, number: int, replica: _Replica, load: Load) -> None:
         """The rate while it works. Fewer sequences at once make fewer tokens a second: that says nothing of how fast
-        the replica is, so a lower rate counts only where about as many ran as before."""
+        the replica is, so a lower rate counts only where about as many ran as before, all the time."""
         base = replica.base
         if base is None or load.sampled < base.sampled or load.busy_s < base.busy_s:
             replica.base = load
             return
         if load.busy_s - base.busy_s < AT_LEAST_BUSY_S:
             return
-        found, at = (load.sampled - base.sampled) / (load.busy_s - base.busy_s), (base.running + load.running) / 2
+        found, known = (load.sampled - base.sampled) / (load.busy_s - base.busy_s), self._rate[number]
+        at = min(base.running, load.running)
+        steady = at >= 0.8 * max(base.running, load.running)
         replica.base = load
-        known = self._rate[number]
-        if not found or (found < known and at < 0.8 * replica.measured_at):
+        if not found or (found < known and not (steady and at >= 0.8 * replica.measured_at)):
             return
         weight = SMOOTHING if known else 1.0
         self._rate[number] += weight * (found - known)

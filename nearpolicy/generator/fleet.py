@@ -166,6 +166,8 @@ class Fleet:
     async def leave(self, link: Link, *, within_s: float = 30.0) -> None:
         """The member gets nothing more, ends what it has within this time, and gives the rest back, which goes on
         elsewhere. It does not belong to the fleet when this returns."""
+        if not link.is_there:
+            return
         link.is_leaving = True
         for number in link.numbers:
             self._dispatch.takes(number, False)
@@ -319,8 +321,14 @@ class Fleet:
             loop.call_soon(self._flush_unless_more_comes, self._arrivals)
             return
         self._flush_planned = False
-        if not self._is_paused:
+        if self._is_paused:
+            return
+        try:
             self._flush()
+        except Exception as error:  # the loop would only log it, and everybody would wait
+            failure = EngineError(f"requests cannot be given out: {described(error)}")
+            failure.__cause__ = error
+            self._end(failure)
 
     def _flush(self) -> None:
         """What waits goes to those that have room."""
@@ -331,20 +339,21 @@ class Fleet:
                 if asked.ticket is not None or not asked.missing or self._asked.get(asked.request.id) is not asked:
                     lane.requests.popleft()  # aborted or left meanwhile
                     continue
-                issued = self._as_issued(asked)
-                number = self._dispatch.choose(issued)
+                number = self._dispatch.choose(asked.request)
                 if number is None:
                     break
                 lane.requests.popleft()
-                self._place(asked, issued, number)
+                self._place(asked, number)
             self._mind(lane)
             if not lane.requests:
                 del self._lanes[key]
         self._usage.waits(any(lane.requests for lane in self._lanes.values()), self._clock())
 
-    def _as_issued(self, asked: _Asked) -> Request:
+    def _as_issued(self, asked: _Asked, link: Link) -> Request:
         """With what its samples have become: a sample that has been delivered comes back at once."""
-        if not (asked.delivered or asked.begun != asked.request.begun) or not self.capabilities().resumable:
+        if not asked.delivered and asked.begun == asked.request.begun:
+            return asked.request
+        if not link.member.capabilities().resumable:
             return asked.request
         done = {
             c.sample: Begun(token_ids=c.token_ids, logprobs=c.logprobs, versions=c.versions, extras=c.extras)
@@ -353,8 +362,9 @@ class Fleet:
         }
         return replace(asked.request, begun=asked.begun | done)
 
-    def _place(self, asked: _Asked, issued: Request, number: int) -> None:
+    def _place(self, asked: _Asked, number: int) -> None:
         link = self._link_of[number]
+        issued = self._as_issued(asked, link)
         self._tickets += 1
         asked.ticket, asked.link = self._tickets, link
         link.placements[self._tickets] = _Placement(asked, issued, number, set(range(issued.n)))
@@ -436,6 +446,9 @@ class Fleet:
     # What members tell.
 
     def _told(self, link: Link, told: Told) -> None:
+        if not link.is_there:
+            self.num_ignored += len(told.completions)
+            return
         for ticket, completion in told.completions:
             self._came(link, ticket, completion)
         for place, load in told.loads.items():
@@ -571,7 +584,8 @@ class Link:
         finally:
             if self.is_there:
                 self._settle(True)
-        self._fleet._shown(self, (weights.record.lineage, version))
+        if self.is_there:
+            self._fleet._shown(self, (weights.record.lineage, version))
         return shown
 
     async def ask(self, call: Any) -> Any:

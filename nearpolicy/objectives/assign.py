@@ -236,7 +236,7 @@ def _rewards(
 ) -> Rewards:
     """Shaped, and less the penalties of the whole rollout unless the estimator takes them from each token's own."""
     rewards_B_G = [shaped_rewards(group, config, max_completion_length) for group in groups]
-    if config.advantage in ("reinforce_plus_plus", "gae"):
+    if config.advantage in ("reinforce_plus_plus", "gae") or config.kl_in != "reward":
         return rewards_B_G
     return [_less_penalties(g, rewards_G, penalty_of) for g, rewards_G in zip(groups, rewards_B_G, strict=True)]
 

@@ -13,25 +13,28 @@ Promises
 
     call -> bounded queue -> thread: BEGIN, apply each call, COMMIT
 
-One commit serves all calls that wait (group commit). Whoever flushes while the thread rests commits in its place, which
-spares the two waking each other; while another program holds the database, only the thread waits for it. If a call
-fails, its commit is rolled back, and the calls before it are applied again: a savepoint for each would cost every
-commit what only the last one needs.
+One commit serves all calls that wait (group commit), and one statement writes up to 64 rows: SQLite gives the
+interpreter lock away for every statement, and beside busy threads getting it back costs more than a row. Whoever
+flushes while the thread rests commits in its place, which spares the two waking each other; while another program holds
+the database, only the thread waits for it. If a call fails, its commit is rolled back, and the calls before it are
+applied again one by one: a savepoint for each would cost every commit what only the last one needs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
+import itertools
 import os
 import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -76,6 +79,7 @@ from nearpolicy.store.schema import (
 from nearpolicy.store.tokens import TokenCounts
 from nearpolicy.waits import waiting
 
+_T = TypeVar("_T")
 _MAX_PER_COMMIT = 512
 _FULL = 2
 """SQLite's number for ``synchronous = FULL``."""
@@ -109,7 +113,7 @@ class SqliteStore:
         self._path = str(folder.store)
         self._identity = _identity(self._path)
         self._stall_s = stall_s
-        self._calls: deque[Callable[[], None] | _Signal] = deque()
+        self._calls: deque[_Call | _Signal] = deque()
         self._max_pending = max_pending
         self._enough = min(_MAX_PER_COMMIT, max_pending)
         """Calls that make a commit wait for no more company."""
@@ -200,10 +204,10 @@ class SqliteStore:
     # What a run says. Every method returns at once unless the queue is full.
 
     def admitted(self, admission: Admission) -> None:
-        self._say(lambda: self._put_admission(admission))
+        self._say(admission)
 
     def filled(self, group: Group) -> None:
-        self._say_of([group], lambda: self._put_group(group))
+        self._say_of([group], group)
         self._tokens.filled(group)
 
     def consumed(self, batch: Batch, report: StepReport, fates: Mapping[tuple[int, int], Mapping[Fate, int]]) -> None:
@@ -263,7 +267,7 @@ class SqliteStore:
         self._say(lambda: self._put_version(record, wall_s))
 
     def event(self, event: Event) -> None:
-        self._say(lambda: self._put_event(event))
+        self._say(event)
 
     def evaluated(self, samples: Sequence[EvaluatedSample]) -> None:
         """Held-out samples of one evaluation; saying the same ones again replaces them."""
@@ -327,13 +331,13 @@ class SqliteStore:
 
     # The queue.
 
-    def _say_of(self, groups: Iterable[Group], call: Callable[[], None]) -> None:
+    def _say_of(self, groups: Iterable[Group], call: _Call) -> None:
         """A call that stores these groups, unless they are stored already; what they go on from moves with it."""
         found = [resolved for resolved in map(self.recycled.resolve, groups) if resolved is not None]
-        self._say(lambda: (self._put_resolved(found), call()))
+        self._say((lambda: (self._put_resolved(found), self._apply([call]))) if found else call)
         self._tokens.resolved(found)
 
-    def _say(self, call: Callable[[], None] | _Signal) -> None:
+    def _say(self, call: _Call | _Signal) -> None:
         with self._gate:  # no call slips in behind the one that closes
             self._require_open()
             if self._error is not None or len(self._calls) >= self._max_pending:
@@ -483,11 +487,10 @@ class SqliteStore:
         ends = [moment for moment in (until, self._durable_at) if moment is not None]
         return max(0.0, min(ends) - time.monotonic()) if ends else None
 
-    def _commit(self, calls: Sequence[Callable[[], None]], patient: bool = True) -> bool:
+    def _commit(self, calls: Sequence[_Call], patient: bool = True) -> bool:
         """False if it has to wait for another program and is not ``patient``."""
         if self._error is not None or not calls:
             return True  # later calls must not be stored without the one that failed
-        applied = 0
         try:
             if _identity(self._path) != self._identity:
                 raise RunFolderError(
@@ -496,18 +499,15 @@ class SqliteStore:
                 )
             if not self._begin(patient):
                 return False
-            for call in calls:
-                call()
-                applied += 1
+            self._apply(calls)
             self._db.execute("COMMIT")
-            applied = 0  # of what could be undone
             self._progress = time.monotonic()
             if self._durable_at is None and not self._full_sync:
                 self._durable_at = self._progress + DURABLE_WITHIN_S
         except BaseException as error:  # surfaces on the next call: the writer's thread has nobody to raise to
             self._error = error
             with contextlib.suppress(sqlite3.Error):
-                self._keep(calls[:applied])
+                self._keep(calls)
             if not isinstance(error, Exception) and threading.current_thread() is not self._thread:
                 raise  # Ctrl-C in a caller that commits
         return True
@@ -526,20 +526,53 @@ class SqliteStore:
                     return False
                 time.sleep(0.01)  # SQLite's own wait is for a connection, and a caller must not wait with this one
 
-    def _keep(self, calls: Sequence[Callable[[], None]]) -> None:
+    def _keep(self, calls: Sequence[_Call]) -> None:
         """Of a commit that failed, the calls before the one at fault. A full disk may have no room for these either."""
-        if not self._db.in_transaction and not calls:
-            return
-        if self._db.in_transaction:
-            self._db.execute("ROLLBACK")
-        self._begin(patient=True)
+        if not self._db.in_transaction:
+            return  # it never began, or all of it is committed
         try:
-            for call in calls:
-                call()
+            self._db.execute("ROLLBACK")
+            before = self._try(calls)
+            if before < len(calls):
+                self._db.execute("ROLLBACK")
+                self._try(calls[:before])
             self._db.execute("COMMIT")
         finally:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
+
+    def _try(self, calls: Sequence[_Call]) -> int:
+        """Apply one by one, up to the first that fails; how many did not. The transaction stays open."""
+        self._begin(patient=True)
+        for place, call in enumerate(calls):
+            try:
+                self._apply([call])
+            except Exception:
+                return place
+        return len(calls)
+
+    def _apply(self, calls: Sequence[_Call]) -> None:
+        """What comes one after another of admissions and of groups is written together, admissions first: they do not
+        depend on groups. Nothing in a commit depends on its events."""
+        admissions: list[Admission] = []
+        groups: list[Group] = []
+        events: list[Event] = []
+        alike: Mapping[type, list[Any]] = {Admission: admissions, Group: groups, Event: events}
+
+        def write() -> None:
+            self._put_admissions(admissions)
+            self._put_groups(groups)
+            admissions.clear()
+            groups.clear()
+
+        for call in calls:
+            if (others := alike.get(type(call))) is not None:
+                others.append(call)
+            else:
+                write()
+                call()
+        write()
+        self._put_events(events)
 
     # What each call writes.
 
@@ -547,84 +580,86 @@ class SqliteStore:
         # Counters often come out of numpy, whose scalars sqlite3 refuses.
         return self._db.execute(sql, [v.item() if isinstance(v, np.generic) else v for v in values])
 
-    def _put_admission(self, admission: Admission) -> None:
-        prompt = admission.prompt
-        described = {"id": prompt.id, "text": prompt.text, "messages": prompt.messages, "columns": prompt.columns}
-        self._run(
-            "INSERT INTO admissions VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (admission) DO UPDATE "
-            "SET attempt = max(attempt, excluded.attempt)",
-            *(admission.index, admission.attempt, admission.seed, admission.version),
-            *(encode_text(prompt.task), encode_json(described), admission.prompt_index),
-        )
+    def _insert(self, into: str, rows: Sequence[tuple[Any, ...]], otherwise: str = "") -> None:
+        """In order, many rows by one statement. ``into``: table, with its columns unless all are given."""
+        for part in _parts(rows):
+            values = itertools.chain.from_iterable(part)
+            self._run(_insertion(into, len(part[0]), len(part), otherwise), *values)
 
-    def _put_group(self, group: Group) -> None:
+    def _found(self, select: str, admissions: Sequence[int]) -> list[tuple[Any, ...]]:
+        """What ``select`` finds of these admissions, of all their attempts."""
+        found: list[tuple[Any, ...]] = []
+        for part in _parts(admissions):
+            found += self._run(f"{select} WHERE admission IN ({', '.join('?' * len(part))})", *part)
+        return found
+
+    def _put_admissions(self, admissions: Sequence[Admission]) -> None:
+        rows = []
+        for admission in admissions:
+            prompt = admission.prompt
+            described = {"id": prompt.id, "text": prompt.text, "messages": prompt.messages, "columns": prompt.columns}
+            numbers = (admission.index, admission.attempt, admission.seed, admission.version)
+            rows.append((*numbers, encode_text(prompt.task), encode_json(described), admission.prompt_index))
+        later = "ON CONFLICT (admission) DO UPDATE SET attempt = max(attempt, excluded.attempt)"
+        self._insert("admissions", rows, later)
+
+    def _put_groups(self, groups: Sequence[Group]) -> None:
         """Idempotent, so that whoever ends a group can be sure that it is there."""
-        key = (int(group.index), int(group.admission.attempt))
-        failure = None if group.failure is None else encode_text(group.failure)
-        new = self._run(
-            "INSERT INTO groups VALUES (?, ?, ?, ?, ?) ON CONFLICT (admission, attempt) DO NOTHING",
-            *(*key, group.admission.version, group.oldest_version, failure),
-        )
-        if not new.rowcount:
+        by_key = {_key(group): group for group in reversed(groups)}  # the first of a key stays
+        indices = sorted({index for index, _ in by_key})
+        there = set(self._found("SELECT admission, attempt FROM groups", indices))
+        new = {key: by_key[key] for key in reversed(by_key) if key not in there}
+        if not new:
             return
-        self._put_admission(group.admission)
-        # A failed group may hold rollouts that nobody has judged.
-        judged = list(group.verdicts or ({},) * len(group.rollouts))
-        rewards = list(group.rewards or (None,) * len(group.rollouts))
-        if group.baseline is not None:
-            judged, rewards = [*judged, group.baseline.verdicts], [*rewards, group.baseline.reward]
-        rollouts: list[tuple[Any, ...]] = []
-        verdicts: list[tuple[Any, ...]] = []
-        for rollout, of_it, reward in zip(group.everything, judged, rewards, strict=True):
-            rollouts.append(_rollout_row(key, rollout, reward))
-            verdicts += [_verdict_row((*key, int(rollout.sample)), *told) for told in enumerate(of_it.items())]
-        self._db.executemany("INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rollouts)
-        self._db.executemany("INSERT INTO verdicts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", verdicts)
-        self._put_payload(key, SEGMENTS, encode_group(group.everything))
-
-    def _make_sure_of(self, group: Group) -> None:
-        query = "SELECT 1 FROM groups WHERE admission = ? AND attempt = ?"
-        if not _one(self._db, query, int(group.index), int(group.admission.attempt)):
-            self._put_group(group)
-
-    def _put_payload(self, key: tuple[int, int], what: str, payload: bytes) -> None:
-        self._db.execute("INSERT INTO payloads VALUES (?, ?, ?, ?)", (*key, what, payload))
+        attempts = dict(self._found("SELECT admission, attempt FROM admissions", indices))
+        self._put_admissions([g.admission for (index, attempt), g in new.items() if attempts.get(index, -1) < attempt])
+        rows: dict[str, list[tuple[Any, ...]]] = {"groups": [], "rollouts": [], "verdicts": [], "payloads": []}
+        for key, group in new.items():
+            failure = None if group.failure is None else encode_text(group.failure)
+            rows["groups"].append((*key, group.admission.version, group.oldest_version, failure))
+            # A failed group may hold rollouts that nobody has judged.
+            judged = list(group.verdicts or ({},) * len(group.rollouts))
+            rewards = list(group.rewards or (None,) * len(group.rollouts))
+            if group.baseline is not None:
+                judged, rewards = [*judged, group.baseline.verdicts], [*rewards, group.baseline.reward]
+            for rollout, of_it, reward in zip(group.everything, judged, rewards, strict=True):
+                rows["rollouts"].append(_rollout_row(key, rollout, reward))
+                sample = (*key, int(rollout.sample))
+                rows["verdicts"] += [_verdict_row(sample, *told) for told in enumerate(of_it.items())]
+            rows["payloads"].append((*key, SEGMENTS, encode_group(group.everything)))
+        for table, of_table in rows.items():
+            self._insert(table, of_table)
 
     def _put_step(self, batch: Batch, report: StepReport, fates: Mapping[tuple[int, int], Mapping[Fate, int]]) -> None:
         self._run("INSERT INTO steps VALUES (?, ?, ?, ?)", batch.step, batch.places, report.version, report.updates)
-        attempts: dict[int, int] = {}
-        for place, group in enumerate(batch.groups):
-            self._make_sure_of(group)
-            attempts[group.index] = group.admission.attempt
-            self._put_consumption(batch.step, place, group.index, group.admission.attempt)
-        for index in sorted({index for index, _ in fates} - attempts.keys()):
-            attempt = _one(self._db, "SELECT max(attempt) FROM groups WHERE admission = ?", index)
-            if attempt is None:
-                raise NearpolicyError(f"step {batch.step} used up group {index}, which was never filled")
-            attempts[index] = attempt
-            self._put_consumption(batch.step, None, index, attempt)
-        by_group: dict[int, dict[int, Mapping[Fate, int]]] = {index: {} for index in attempts}
+        self._put_groups(batch.groups)
+        attempts = {group.index: group.admission.attempt for group in batch.groups}
+        placed: list[tuple[int | None, int, int]] = [(place, *_key(group)) for place, group in enumerate(batch.groups)]
+        if further := sorted({index for index, _ in fates} - attempts.keys()):
+            newest = dict(sorted(self._found("SELECT admission, attempt FROM groups", further)))
+            for index in further:
+                if index not in newest:
+                    raise NearpolicyError(f"step {batch.step} used up group {index}, which was never filled")
+            attempts |= newest
+            placed += [(None, index, newest[index]) for index in further]
+        self._end_all([(index, attempt) for _, index, attempt in placed], CONSUMED, f"step {batch.step}")
+        consumption = [(batch.step, *where) for where in placed]
+        self._insert("consumption (step, place, admission, attempt)", consumption)
+        by_group: dict[tuple[int, int], dict[int, Mapping[Fate, int]]] = {key: {} for key in attempts.items()}
         for (index, sample), of_sample in fates.items():
-            by_group[index][sample] = of_sample
-        for index, attempt in attempts.items():
-            self._put_fates(index, attempt, by_group[index])
+            by_group[index, attempts[index]][sample] = of_sample
+        self._put_fates(by_group)
         rows = report.rows or batch.rows
         self._put_rows(batch.groups, [row for row in rows if not row.replayed])
         self._put_replayed(batch, [row for row in rows if row.replayed])
-
-    def _put_consumption(self, step: int, place: int | None, index: int, attempt: int) -> None:
-        self._end(index, attempt, CONSUMED, f"step {step}")
-        columns = "INSERT INTO consumption (step, place, admission, attempt) VALUES (?, ?, ?, ?)"
-        self._run(columns, step, place, index, attempt)
 
     def _put_rows(self, batch_groups: Sequence[Group], rows: Sequence[Row]) -> None:
         groups = {group.index: group for group in batch_groups}
         by_group: dict[int, list[tuple[int, Row]]] = {}
         for row in rows:
             by_group.setdefault(row.group, []).append((_segment_index(groups[row.group], row), row))
-        for index, placed in by_group.items():
-            key = (int(index), int(groups[index].admission.attempt))
-            self._put_payload(key, TRAINED, encode_rows(placed))
+        payloads = [(*_key(groups[index]), TRAINED, encode_rows(placed)) for index, placed in by_group.items()]
+        self._insert("payloads", payloads)
 
     def _put_replayed(self, batch: Batch, rows: Sequence[Row]) -> None:
         groups = {group.index: group for group in batch.replayed}
@@ -637,14 +672,13 @@ class SqliteStore:
             )
 
     def _put_discard(self, group: Group, fate: Fate, reason: str) -> None:
-        self._make_sure_of(group)
-        self._end(group.index, group.admission.attempt, fate.value, reason)
-        fates = {rollout.sample: {fate: rollout.num_sampled} for rollout in group.everything}
-        self._put_fates(group.index, group.admission.attempt, fates)
+        self._put_groups([group])
+        self._end_all([_key(group)], fate.value, reason)
+        self._put_fates({_key(group): {rollout.sample: {fate: rollout.num_sampled} for rollout in group.everything}})
 
     def _put_retry(self, group: Group, fate: Fate, reason: str | None) -> None:
         self._put_discard(group, fate, group.failure or "" if reason is None else reason)
-        self._put_admission(replace(group.admission, attempt=group.admission.attempt + 1))
+        self._put_admissions([replace(group.admission, attempt=group.admission.attempt + 1)])
 
     def _put_branch(self, branch: Branch, stale: Sequence[Group], withdrawn: Sequence[Group]) -> None:
         self._run(
@@ -679,8 +713,8 @@ class SqliteStore:
         for admission in admissions:
             query = "SELECT 1 FROM endings WHERE admission = ? AND attempt = ?"
             if not _one(self._db, query, admission.index, admission.attempt):
-                self._end(admission.index, admission.attempt, Fate.LOST.value, reason)
-            self._put_admission(replace(admission, attempt=admission.attempt + 1))
+                self._end_all([(admission.index, admission.attempt)], Fate.LOST.value, reason)
+            self._put_admissions([replace(admission, attempt=admission.attempt + 1)])
         self._put_given_up(left)
         for group in recycled:
             key = (group.index, group.admission.attempt)
@@ -715,30 +749,32 @@ class SqliteStore:
             *(Fate.ABORTED.value, *key, *key),
         )
 
-    def _end(self, index: int, attempt: int, ending: str, reason: str) -> None:
-        before = _one(self._db, "SELECT ending FROM endings WHERE admission = ? AND attempt = ?", index, attempt)
-        if before is not None:
-            raise NearpolicyError(f"admission {index} (attempt {attempt}) ended as {before} and again as {ending}")
-        self._run("INSERT INTO endings VALUES (?, ?, ?, ?)", index, attempt, ending, encode_text(reason))
+    def _end_all(self, keys: Sequence[tuple[int, int]], ending: str, reason: str) -> None:
+        told = self._found("SELECT admission, attempt, ending FROM endings", [index for index, _ in keys])
+        before = {(index, attempt): ended for index, attempt, ended in told}
+        for index, attempt in keys:
+            if (index, attempt) in before:
+                found = before[index, attempt]
+                raise NearpolicyError(f"admission {index} (attempt {attempt}) ended as {found} and again as {ending}")
+            before[index, attempt] = ending
+        self._insert("endings", [(*key, ending, encode_text(reason)) for key in keys])
 
-    def _put_fates(self, index: int, attempt: int, fates: Mapping[int, Mapping[Fate, int]]) -> None:
-        """Every rollout of the group at once, and I2 checked: what the fates say is what was sampled."""
-        query = "SELECT sample, sampled FROM rollouts WHERE admission = ? AND attempt = ?"
-        sampled = dict(self._run(query, index, attempt).fetchall())
-        told = {sample: sum(of_sample.values()) for sample, of_sample in fates.items()}
-        wrong = {s for s in sampled.keys() | told.keys() if sampled.get(s, 0) != told.get(s, 0)}
-        if wrong:
-            lines = [f"sample {s}: {sampled.get(s, 0)} sampled, {told.get(s, 0)} told" for s in sorted(wrong)]
-            raise NearpolicyError(f"the fates of group {index} do not add up ({'; '.join(lines)})")
-        if any(Fate.IN_FLIGHT in of_sample for of_sample in fates.values()):
-            raise NearpolicyError(f"group {index} ended with tokens in flight; that is not an ending")
-        rows = [
-            (int(index), int(attempt), int(sample), fate.value, int(tokens))
-            for sample, of_sample in fates.items()
-            for fate, tokens in of_sample.items()
-            if tokens
-        ]
-        self._db.executemany("INSERT INTO fates VALUES (?, ?, ?, ?, ?)", rows)
+    def _put_fates(self, by_group: Mapping[tuple[int, int], Mapping[int, Mapping[Fate, int]]]) -> None:
+        """Every rollout of each group at once, and I2 checked: what the fates say is what was sampled."""
+        sampled: dict[tuple[int, int], dict[int, int]] = {}
+        query = "SELECT admission, attempt, sample, sampled FROM rollouts"
+        for index, attempt, sample, tokens in self._found(query, [index for index, _ in by_group]):
+            sampled.setdefault((index, attempt), {})[sample] = tokens
+        rows = []
+        for (index, attempt), fates in by_group.items():
+            _require_sum(index, sampled.get((index, attempt), {}), fates)
+            rows += [
+                (int(index), int(attempt), int(sample), fate.value, int(tokens))
+                for sample, of_sample in fates.items()
+                for fate, tokens in of_sample.items()
+                if tokens
+            ]
+        self._insert("fates", rows)
 
     def _put_version(self, record: VersionRecord, wall_s: float) -> None:
         query = "SELECT fingerprint FROM versions WHERE lineage = ? AND version = ?"
@@ -755,13 +791,15 @@ class SqliteStore:
             encode_json(record.digests) if record.digests else None,
         )
 
-    def _put_event(self, event: Event) -> None:
-        self._run(
-            "INSERT INTO events (time, role, kind, instance, admission, sample, segment, version, seconds, numbers) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            *(event.time, event.role, event.kind, event.instance, event.admission, event.sample, event.segment),
-            *(event.version, event.seconds, encode_json(event.numbers)),
-        )
+    def _put_events(self, events: Sequence[Event]) -> None:
+        rows = [
+            (
+                *(event.time, event.role, event.kind, event.instance, event.admission, event.sample, event.segment),
+                *(event.version, event.seconds, encode_json(event.numbers)),
+            )
+            for event in events
+        ]
+        self._insert(_EVENTS, rows)
 
     def _put_moved(self, rows: Sequence[Moved]) -> None:
         told = [(row.admission, row.attempt, row.what, row.file, row.part) for row in rows]
@@ -796,6 +834,41 @@ class _Signal:
     def wait(self, timeout: float | None) -> bool:
         """Whether it was set; it is not any more."""
         return self._lock.acquire(timeout=-1 if timeout is None else timeout)
+
+
+_Call = Admission | Group | Event | Callable[[], Any]
+"""Something to write: as it is, if there are many of its kind."""
+_EVENTS = "events (time, role, kind, instance, admission, sample, segment, version, seconds, numbers)"
+_TOGETHER = (64, 16, 4, 1)
+"""Rows in one statement: few lengths, so that SQLite has all of them prepared."""
+
+
+def _parts(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
+    begin = 0
+    while begin < len(items):
+        count = next(size for size in _TOGETHER if size <= len(items) - begin)
+        yield items[begin : begin + count]
+        begin += count
+
+
+@functools.lru_cache(maxsize=256)
+def _insertion(into: str, columns: int, rows: int, otherwise: str) -> str:
+    marks = f"({', '.join('?' * columns)})"
+    return f"INSERT INTO {into} VALUES {', '.join([marks] * rows)} {otherwise}"
+
+
+def _key(group: Group) -> tuple[int, int]:
+    return int(group.index), int(group.admission.attempt)
+
+
+def _require_sum(index: int, sampled: Mapping[int, int], fates: Mapping[int, Mapping[Fate, int]]) -> None:
+    told = {sample: sum(of_sample.values()) for sample, of_sample in fates.items()}
+    wrong = {s for s in sampled.keys() | told.keys() if sampled.get(s, 0) != told.get(s, 0)}
+    if wrong:
+        lines = [f"sample {s}: {sampled.get(s, 0)} sampled, {told.get(s, 0)} told" for s in sorted(wrong)]
+        raise NearpolicyError(f"the fates of group {index} do not add up ({'; '.join(lines)})")
+    if any(Fate.IN_FLIGHT in of_sample for of_sample in fates.values()):
+        raise NearpolicyError(f"group {index} ended with tokens in flight; that is not an ending")
 
 
 def _rollout_row(key: tuple[int, int], rollout: Rollout, reward: float | None) -> tuple[Any, ...]:

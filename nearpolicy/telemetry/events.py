@@ -146,8 +146,7 @@ class Recorder:
         """
         if kind not in EVENT_KINDS:
             raise ValueError(f"{role} tells an event of kind {kind!r}; known kinds: {', '.join(EVENT_KINDS)}")
-        own = {name: fields.pop(name) for name in _EVENT_FIELDS if name in fields}
-        own = {name: value for name, value in own.items() if value is not None}
+        own = {name: value for name in _EVENT_FIELDS if (value := fields.pop(name, None)) is not None}
         end = self.now() - ago
         self._last[role] = (kind, end)
         with self._lock:
