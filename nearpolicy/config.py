@@ -229,20 +229,20 @@ def contradictions(config: RunConfig) -> Iterator[str]:
 def _runtime_contradictions(config: RunConfig) -> Iterator[str]:
     """What roles cannot do where they live."""
     if config.generator.most_replicas is not None and config.runtime.kind == "inline":
-        yield "generator.most_replicas needs a cluster; set runtime.kind: ray, or leave it out"
+        yield "generator.most_replicas needs a cluster; set runtime.kind=ray, or leave it out"
     replicas, ranks, one_process = config.generator.replicas, config.learner.ranks, config.runtime.kind == "inline"
     if replicas > 1 and one_process:
-        yield (f"generator.replicas={replicas} needs processes of their own; set runtime.kind: ray, or leave it out")
+        yield (f"generator.replicas={replicas} needs processes of their own; set runtime.kind=ray, or leave it out")
     if (alone := config.learner.needs_processes) is not None and one_process:
-        yield f"{alone} needs processes of their own; set runtime.kind: ray, or leave it out"
+        yield f"{alone} needs processes of their own; set runtime.kind=ray, or leave it out"
     transport = config.sync.transport
     if transport not in ("auto", "direct") and one_process:
         yield (
-            f"sync.transport={transport} has no effect where learner and generator are one process; set runtime.kind: "
-            "ray, or leave it out"
+            f"sync.transport={transport} has no effect where learner and generator are one process; set "
+            "runtime.kind=ray, or leave it out"
         )
     if transport == "direct" and not one_process:
-        yield "sync.transport=direct needs learner and generator in one process; leave it out with runtime.kind: ray"
+        yield "sync.transport=direct needs learner and generator in one process; leave it out with runtime.kind=ray"
     if config.runtime.placement == "colocated":
         if not one_process and replicas != ranks:
             yield (
