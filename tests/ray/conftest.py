@@ -1,69 +1,19 @@
-"""One Ray for the whole test run, and a few actors that are used again: loading torch takes each of them seconds."""
+"""One Ray for the whole test run."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Iterator
 
 import pytest
-
-from nearpolicy.launch.ray.cluster import Cluster, imported_ray
-from nearpolicy.launch.ray.hosts import Process
-
-CPUS = 16
+from warm_actors import WarmCluster, begin_ray
 
 
 @pytest.fixture(scope="session")
 def ray_here() -> Iterator[None]:
-    ray = imported_ray()
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    ray.init(
-        address="local",
-        num_cpus=CPUS,
-        include_dashboard=False,
-        object_store_memory=256 << 20,
-        configure_logging=False,
-        log_to_driver=False,
-    )
+    ray = begin_ray()
     yield
+    WarmCluster.pool.clear()
     ray.shutdown()
-
-
-class WarmCluster(Cluster):
-    """Actors come from a pool and go back to it; one that was killed does not."""
-
-    pool: list = []  # noqa: RUF012  shared by all clusters of the test run
-    out: dict[int, object]
-
-    async def make_room(self, bundles) -> None:
-        self.out = {}
-
-    async def more_room(self, number, bundle) -> None:
-        pass
-
-    def process(self, room):
-        import ray
-
-        actor = self.pool.pop() if self.pool else ray.remote(Process).options(num_cpus=0).remote()
-        self.out[id(actor)] = actor
-        self._actors.append(actor)
-        return actor
-
-    def kill(self, actor) -> None:
-        self.out.pop(id(actor), None)
-        super().kill(actor)
-
-    async def close(self) -> None:
-        import ray
-
-        for actor in self.out.values():
-            try:
-                await asyncio.wait_for(actor.rest.remote(), 20)
-                self.pool.append(actor)
-            except (ray.exceptions.RayError, TimeoutError):
-                super().kill(actor)
-        self._actors.clear()
 
 
 @pytest.fixture

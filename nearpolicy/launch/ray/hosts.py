@@ -80,8 +80,8 @@ class Process:
         host, thread, self._host, self._thread = self._host, self._thread, None, None
         if host is not None and hasattr(host, "close"):
             await host.close()
-        if thread is not None:
-            thread.shutdown(wait=False)
+        if thread is not None:  # what it is in the middle of is not for the next host to meet
+            await asyncio.to_thread(thread.shutdown)
         del host
         gc.collect()
 

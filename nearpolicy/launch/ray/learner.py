@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nearpolicy.errors import NearpolicyError, described
+from nearpolicy.errors import ConfigError, NearpolicyError, StandstillError, described
 from nearpolicy.launch.ray.calls import Answer
 from nearpolicy.records import Batch, Row, StepReport
 from nearpolicy.roles import Weights
@@ -19,6 +19,14 @@ from nearpolicy.waits import waiting
 
 MOST_LOSSES = 3
 """Times that ranks may die over one question before the run ends."""
+
+
+APART_S = 5.0
+"""For the answers of the other ranks, once one says that they have come apart."""
+
+
+class Apart(NearpolicyError):
+    """Ranks wait for one that does not come."""
 
 
 class LearnerLost(NearpolicyError):
@@ -115,8 +123,8 @@ class LearnerRanks:
                 async with self._turn:
                     with waiting("the run", f"{what} on the ranks of the learner"):
                         return self._taken(await self._answers(verb, given))
-            except RayError as error:
-                await self._come_back(what, error, last=losses == MOST_LOSSES)
+            except (RayError, Apart) as error:
+                await self._come_back(what, error, losses)
         raise AssertionError("the last loss ends the run")
 
     async def _answers(self, verb: str, arguments: Sequence[Any]) -> list[Answer]:
@@ -125,7 +133,27 @@ class LearnerRanks:
         shared = arguments
         if len(self._ranks) > 1:  # large ones travel once
             shared = [ray.put(argument) for argument in arguments]
-        return list(await asyncio.gather(*(rank.do.remote(verb, *shared) for rank in self._ranks)))
+        asked = [asyncio.ensure_future(_answer(rank.do.remote(verb, *shared))) for rank in self._ranks]
+        try:
+            return await self._together(asked)
+        finally:
+            for each in asked:
+                each.cancel()
+
+    async def _together(self, asked: Sequence[asyncio.Future[Answer]]) -> list[Answer]:
+        """All answers; none is waited for long once a rank says that they have come apart."""
+        left, limit = set(asked), None
+        while left:
+            done, left = await asyncio.wait(left, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                break
+            for each in done:  # the first loss is told at once
+                if isinstance(each.result().error, StandstillError):
+                    limit = APART_S
+        answers = [each.result() for each in asked if each.done()]
+        if limit is not None:
+            raise Apart(str(next(a.error for a in answers if isinstance(a.error, StandstillError))))
+        return answers
 
     def _taken(self, answers: Sequence[Answer]) -> Any:
         for kind, fields in answers[0].events:
@@ -134,19 +162,28 @@ class LearnerRanks:
         failed = next((answer for answer in answers if answer.error is not None), answers[0])
         return failed.result()
 
-    async def _come_back(self, what: str, error: Exception, *, last: bool) -> None:
-        version = self._state.get("version")
-        if last or self._coming_back or self.bring_back is None or version is None:
+    async def _come_back(self, what: str, error: Exception, losses: int) -> None:
+        """Fresh ranks, where the lost ones were; one that is lost meanwhile counts as another loss."""
+        version, why = self._state.get("version"), described(error, 120)
+        if self._coming_back or version is None or self.bring_back is None or losses == MOST_LOSSES:
             raise LearnerLost(
                 f"the learner is lost, during {what}: {described(error)}. What was recorded is kept: "
                 "`nearpolicy train --resume` goes on from there"
             ) from error
         self._say(
-            f"a rank of the learner died during {what}: {described(error, 120)}. It begins again at step {version}"
+            f"a rank of the learner died during {what}: {why}. It begins again, from the record of {version} steps"
         )
         self._shipped, self._coming_back = (), True
         try:
             await self.start()
             await self.bring_back(version)
+        except (LearnerLost, ConfigError) as again:
+            self._state = {"version": version}
+            self._coming_back = False
+            await self._come_back(what, again, losses + 1)
         finally:
             self._coming_back = False
+
+
+async def _answer(reference: Any) -> Answer:
+    return await reference
