@@ -382,7 +382,9 @@ def make_meter(
         bound=bound,
         ends=language.renderer.stop_token_ids,
         tokens=config.telemetry.probe,
-        diagnoses=config.telemetry.health and (config.same_support or not config.sampling.leaves_out),
+        diagnoses=config.telemetry.health
+        and (config.same_support or not config.sampling.leaves_out)
+        and config.learner.ranks == 1,  # it looks at a whole model
         tell=tell,
         say=say,
     )

@@ -152,7 +152,7 @@ def never(completions, **_):
 def test_a_reward_that_never_answers_ends_the_run_with_its_name_whether_or_not_there_is_an_evaluation(config):
     reward = "tasks.0.rewards=[{kind: function, path: 'given:never'}]"
     for asked in ((), ("tasks.0.held_out=4", "evaluation.pass_k=[2]")):
-        limits = ("verifier.timeout_s=0.1", *asked)
+        limits = ("verifier.timeout_s=0.1", "verifier.retries=0", "verifier.workers=1", *asked)
         with pytest.raises(VerifierError, match=r"^reward 'function' of task 'sums' answered none of its first 8 "):
             run_session(Session(config=config(reward, *limits), functions={"given:never": never}))
 

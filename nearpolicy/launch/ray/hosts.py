@@ -251,7 +251,11 @@ class LearnerHost(_Role):
         self._learner = self._make()
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Answer:
-        return self._answered(function, self._learner, *arguments)
+        return self._answered(self._called, function, arguments)
+
+    def _called(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+        with self._learner.ranks.together(getattr(function, "__name__", "a call")):
+            return function(self._learner, *arguments)
 
     def learn_ahead(self, new: Sequence[Row]) -> Answer:
         """``new``: rows behind those of the calls before."""
