@@ -164,7 +164,7 @@ class BroadcastSender:
         served = (
             dist.TCPStore(host, 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False) if first else None
         )
-        port = self._peers.exchange(served.port if served is not None else None)[0]
+        port = self._peers.exchange("the port of the broadcast", served.port if served is not None else None)[0]
         self._address = (host, port)
         self._store = served if served is not None else _connected(self._address, timeout_s)
 
@@ -209,7 +209,7 @@ class BroadcastSender:
         done = table.done(members, wait_s=self._timeout_s / 4 if names else 0.0, of=names)
         if set(names) - set(done):
             self._drop()
-        self._peers.exchange(None)
+        self._peers.exchange("the end of the broadcast", None)
         if not done:
             raise SyncError(f"version {shipment.version} reached no generator: {reason}")
         return done

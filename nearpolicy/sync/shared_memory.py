@@ -151,13 +151,13 @@ class SharedMemorySender:
         segment = self._taken(record, size)
         by_name = {entry.name: segment.tensor(entry) for entry in entries}
         self._write(shards, by_name)
-        self._peers.exchange(None)  # all pieces are there
+        self._peers.exchange("all pieces are written", None)
         if not still_true(digests, shards, self._wire):
             digests = self._digested(by_name)
         if self._peers.rank == 0:
             segment.mark(record.lineage, record.version, whole=True)
             segment.unlock()
-        self._peers.exchange(None)
+        self._peers.exchange("the segment is whole", None)
         return Shipment(
             transport="shared_memory",
             lineage=record.lineage,
@@ -190,9 +190,9 @@ class SharedMemorySender:
             if self._peers.rank == 0:
                 path = self._prepared(record, size)
         except SyncError as error:
-            self._peers.exchange(error)
+            self._peers.exchange("the segment", error)
             raise
-        told = self._peers.exchange(path)[0]
+        told = self._peers.exchange("the segment", path)[0]
         if isinstance(told, SyncError):
             raise told
         if self._segment is None or self._segment.path != told:
@@ -226,7 +226,7 @@ class SharedMemorySender:
         """Every rank digests its share of what all have written."""
         order = sorted(tensors, key=lambda name: (-tensors[name].nbytes, name))
         mine = digests_of({name: tensors[name] for name in order[self._peers.rank :: self._peers.size]})
-        found = {name: value for part in self._peers.exchange(mine) for name, value in part.items()}
+        found = {name: value for part in self._peers.exchange("digests", mine) for name, value in part.items()}
         return {name: found[name] for name in tensors}
 
 

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,8 +38,9 @@ class Peers(Protocol):
     rank: int
     size: int
 
-    def exchange(self, value: T) -> list[T]:
-        """The small values of all ranks, in their order, on every rank; none returns before all have called."""
+    def exchange(self, what: str, value: T) -> list[T]:
+        """The values of all ranks, in their order, on every rank; none returns before all have called. ``what`` is for
+        messages."""
         ...
 
 
@@ -50,25 +51,8 @@ class Alone:
     rank: int = 0
     size: int = 1
 
-    def exchange(self, value: T) -> list[T]:
+    def exchange(self, what: str, value: T) -> list[T]:
         return [value]
-
-
-class ProcessPeers:
-    """Ranks of a `torch.distributed` process group, whose timeout bounds every exchange."""
-
-    def __init__(self, group: Any = None) -> None:
-        import torch.distributed as dist
-
-        self._group = group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-
-    def exchange(self, value: T) -> list[T]:
-        import torch.distributed as dist
-
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self._group)
-        return found
 
 
 class Sender(Protocol):
@@ -227,11 +211,11 @@ class Route:
             name: Piece(self._peers.rank, tuple(shard.shape), box_of(shard), self._travels_as(shard.tensor))
             for name, shard in shards.items()
         }
-        changed = any(self._peers.exchange(mine != self._known))
+        changed = any(self._peers.exchange("whether pieces have changed", mine != self._known))
         if not changed:
             return
         pieces: dict[str, list[Piece]] = {}
-        for of_rank in self._peers.exchange(mine):
+        for of_rank in self._peers.exchange("pieces", mine):
             for name, piece in of_rank.items():
                 pieces.setdefault(name, []).append(piece)
         shapes = {name: found[0].shape for name, found in pieces.items()}
@@ -265,7 +249,7 @@ def digests_among(peers: Peers, route: Route, shards: Mapping[str, Shard]) -> di
             for copy in mine.get(name, [])
         ]
         whole_one = torch.empty(shape, dtype=dtype)
-        for box, piece in itertools.chain.from_iterable(peers.exchange(pieces)):
+        for box, piece in itertools.chain.from_iterable(peers.exchange(name, pieces)):
             whole_one[slices(box)] = piece
         found[name] = digest(whole_one)
     return found

@@ -55,7 +55,7 @@ def test_each_rank_writes_its_pieces_and_the_whole_has_the_learners_digests(rank
             sent = ship(unknown, sender, held[rank])
         with arrived(sent, SharedMemoryReceiver()) as here:
             shown = digests(here.tensors)
-        peers.exchange(None)
+        peers.exchange("arrived", None)
         sender.close()
         return shown, sent
 
