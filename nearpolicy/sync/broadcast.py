@@ -35,7 +35,7 @@ from nearpolicy.models.weights import differing
 from nearpolicy.models.weights import digests as digests_of
 from nearpolicy.roles import Entry, Shard, Shipment, VersionRecord
 from nearpolicy.sync.plan import Copy, dtype_called, slices
-from nearpolicy.sync.shipping import Alone, OneAtATime, Peers, Route, digests_among, entries_of, still_true
+from nearpolicy.sync.shipping import Alone, OneAtATime, Peers, Route, digests_among, entries_of, known_digests
 from nearpolicy.waits import waiting
 
 _ALIGNMENT = 64
@@ -174,8 +174,8 @@ class BroadcastSender:
         entries = entries_of(self._route.layout, _ALIGNMENT)
         self._copies, self._runs = runs_of(self._route.copies, entries, self._bucket)
         self._entries = {entry.name: entry for entry in entries}
-        if not still_true(digests, shards, self._wire):
-            digests = digests_among(self._peers, self._route, shards)
+        known = known_digests(self._peers, digests, shards, self._wire)
+        digests = known or digests_among(self._peers, self._route, shards)
         self._serial += 1
         return Shipment(
             transport="broadcast",

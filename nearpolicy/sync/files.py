@@ -41,7 +41,7 @@ from nearpolicy.models.weights import digests as digests_of
 from nearpolicy.roles import Shard, Shipment, VersionRecord
 from nearpolicy.sync import delta
 from nearpolicy.sync.plan import Box, dtype_called, slices
-from nearpolicy.sync.shipping import Alone, OneAtATime, Peers, Route, digests_among, entries_of, still_true
+from nearpolicy.sync.shipping import Alone, OneAtATime, Peers, Route, digests_among, entries_of, known_digests
 from nearpolicy.waits import waiting
 
 _MANIFEST = "manifest.json"
@@ -151,8 +151,8 @@ class FileSender:
 
     def send(self, record: VersionRecord, shards: Mapping[str, Shard], digests: Mapping[str, str]) -> Shipment:
         self._route.update(shards)
-        if not still_true(digests, shards, self._wire):
-            digests = digests_among(self._peers, self._route, shards)
+        known = known_digests(self._peers, digests, shards, self._wire)
+        digests = known or digests_among(self._peers, self._route, shards)
         pieces, boxes = self._pieces(shards)
         changes = self._changes(pieces)
         kind, base = ("full", None) if changes is None else ("delta", self._number)

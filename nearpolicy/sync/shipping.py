@@ -227,10 +227,13 @@ class Route:
         return str(self._wire if self._wire is not None and tensor.is_floating_point() else tensor.dtype)
 
 
-def still_true(digests: Mapping[str, str], shards: Mapping[str, Shard], wire: torch.dtype | None) -> bool:
-    """Whether digests of the learner's tensors are those of what travels: nothing is cast."""
-    same = all(wire is None or not s.tensor.is_floating_point() or s.tensor.dtype == wire for s in shards.values())
-    return bool(digests) and same and digests.keys() == shards.keys()
+def known_digests(
+    peers: Peers, digests: Mapping[str, str], shards: Mapping[str, Shard], wire: torch.dtype | None
+) -> dict[str, str]:
+    """The digests that the first rank has of the learner's tensors, on every rank; none if what travels is cast."""
+    cast = any(wire is not None and s.tensor.is_floating_point() and s.tensor.dtype != wire for s in shards.values())
+    mine = dict(digests) if not cast and digests.keys() == shards.keys() else {}
+    return peers.exchange("digests", mine)[0]
 
 
 @torch.no_grad()
