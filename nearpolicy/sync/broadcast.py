@@ -200,11 +200,11 @@ class BroadcastSender:
             names = self._agreed(table, attempt, members, members if awaited is None else awaited, deadline)
             if not names:
                 break
-            try:
-                self._broadcast(names, table)
+            failure = self._broadcast(names, table)
+            failures = [f for f in self._peers.exchange("how the broadcast ended", failure) if f is not None]
+            if not failures:
                 break
-            except RuntimeError as error:  # what gloo and nccl raise for a peer that is gone, and for a timeout
-                reason = described(error)
+            reason = failures[0]
             self._drop()
         done = table.done(members, wait_s=self._timeout_s / 4 if names else 0.0, of=names)
         if set(names) - set(done):
@@ -235,13 +235,20 @@ class BroadcastSender:
             self._number, self._names = number, names
         return names
 
-    def _broadcast(self, names: tuple[str, ...], table: _Table) -> None:
-        if self._group is None:
-            size = self._peers.size + len(names)
-            store = table.store_of_group(self._number)
-            self._group = _Group(self._backend, store, self._peers.rank, size, self._timeout_s / 4)
-        with waiting("publication", f"the broadcast to {', '.join(names)}"):
-            _two_at_once(self._steps(self._group))
+    def _broadcast(self, names: tuple[str, ...], table: _Table) -> str | None:
+        """One attempt; what it failed of."""
+        try:
+            if self._group is None:
+                size = self._peers.size + len(names)
+                store = table.store_of_group(self._number)
+                self._group = _Group(self._backend, store, self._peers.rank, size, self._timeout_s / 4)
+            with waiting("publication", f"the broadcast to {', '.join(names)}"):
+                _two_at_once(self._steps(self._group))
+        except RuntimeError as error:  # what gloo and nccl raise for a peer that is gone, and for a timeout
+            failure = described(error)
+            self._drop()  # whoever still waits for this rank hears of it
+            return failure
+        return None
 
     def _steps(self, group: _Group) -> Iterator[Callable[[], None]]:
         """Every run as one broadcast, begun when it is asked for."""
