@@ -5,8 +5,8 @@
 SmolLM2-135M, float32 (bfloat16 for the changes). Results are compared first: whatever arrives has the digests that were
 sent. Pairs alternate, a ratio is the time of the plain operation over ours: 0.7 is 70 % of its speed.
 
-- shared_memory_send, shared_memory_receive: into and out of the segment, against copies of the same tensors between
-  ordinary buffers that are faulted in, by as many threads. The receiver is another process.
+- shared_memory_send, shared_memory_receive: into and out of the segment, against a copy of one block of the same size
+  between two ordinary buffers that are faulted in, by as many threads. The receiver is another process.
 - broadcast: a delivery to two receivers in other processes, from its begin until both have said that they have all
   bytes (the learner's part); against one gloo broadcast of one block of the same size in the same processes, and a
   barrier. seconds_until_checked: until both have compared all digests with those that were sent.
@@ -14,7 +14,8 @@ sent. Pairs alternate, a ratio is the time of the plain operation over ours: 0.7
   they were (Adam-like: normal numbers, whose size over a learning rate of 1e-6 is reported), and for one of 0.3
   learning rates. The model was quantised once; a hundredth of noise takes its weights off that grid.
 - pause: an engine that decodes a batch under `on_sync: continue` gets new weights through shared memory; the gap
-  between two decode steps, less a plain copy of the bytes by as many threads, against a decode step and 10 ms.
+  between two decode steps, less a plain copy of the bytes by as many threads, against a decode step and 10 ms. The
+  first swap, which faults in memory that the engine's model shares with its file, is listed and not counted.
 - colocated: learner and engine in one process; the engine's weights are made anew beside the learner's, and filled.
 
 The last line is one JSON object. Only CPUs and gloo have been measured.
@@ -59,6 +60,10 @@ def weights_of(tensors: Tensors, version: int, parts: dict[str, str]) -> Weights
     return Weights(record=record, tensors=tensors, digests=parts)
 
 
+def size_of(tensors: Tensors) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
 def faulted_in(tensors: Tensors) -> Tensors:
     return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
 
@@ -67,14 +72,24 @@ def copied(targets: Tensors, sources: Tensors, threads: int) -> None:
     in_threads(threads, [block for name in sources for block in _blocks(targets[name], sources[name])])
 
 
+class PlainCopy:
+    """From one block of memory to another, by all cores."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._source, self._target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
+
+    def __call__(self) -> None:
+        in_threads(num_cores(), _blocks(self._target, self._source))
+
+
 def shared_memory(tensors: Tensors, parts: dict[str, str], pairs: int, far: Any) -> dict[str, Any]:
-    sender, spare, threads = SharedMemorySender("benchmark"), faulted_in(tensors), num_cores()
+    sender, plain = SharedMemorySender("benchmark"), PlainCopy(size_of(tensors))
     weights = weights_of(tensors, 0, parts)
     try:
         shipped = ship(weights, sender)
         if far.apply(far_holds, ("shared_memory", shipped)) != parts:
             raise SystemExit("what arrived through shared memory is not what was sent")
-        sending = paired(lambda: ship(weights, sender), lambda: copied(spare, tensors, threads), pairs)
+        sending = paired(lambda: ship(weights, sender), plain, pairs)
         receiving = far.apply(far_copies, (ship(weights, sender), pairs))
     finally:
         sender.close()
@@ -102,14 +117,13 @@ def far_copies(shipped: Weights, pairs: int) -> dict[str, Any]:
     receiver, threads = _far["shared_memory"], num_cores()
     torch.set_num_threads(1)
     with arrived(shipped, receiver) as here:
-        sources = {name: tensor.clone() for name, tensor in here.tensors.items()}
-    held, spare = faulted_in(sources), faulted_in(sources)
+        held = faulted_in(dict(here.tensors))
 
     def receive() -> None:
         with arrived(shipped, receiver) as here:
             copied(held, dict(here.tensors), threads)
 
-    found = paired(receive, lambda: copied(spare, sources, threads), pairs)
+    found = paired(receive, PlainCopy(size_of(held)), pairs)
     if digests(held) != dict(shipped.digests):
         raise SystemExit("what was copied out of shared memory is not what was sent")
     return found
@@ -129,7 +143,7 @@ def broadcast(tensors: Tensors, parts: dict[str, str], pairs: int, fars: list[An
     names = [f"generator {i}" for i in range(len(fars))]
     sender = BroadcastSender(timeout_s=TIMEOUT_S)
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    size = sum(tensor.nbytes for tensor in tensors.values())
+    size = size_of(tensors)
     block = torch.zeros(size, dtype=torch.uint8)
     raw: list[_Group] = []
     checked: list[float] = []
@@ -273,11 +287,10 @@ def pause(folder: Path, tensors: Tensors, parts: dict[str, str], swaps: int) -> 
     for (before, _, last), (kind, _, _), (after, first, _) in zip(ends, ends[1:], ends[2:], strict=False):
         if (before, kind, after) == ("decode_step", "swap", "decode_step"):
             gaps.append(first - last)
-    spare, held = faulted_in(tensors), named_weights(policy.model)
-    copies = []
+    plain, copies = PlainCopy(size_of(tensors)), []
     for _ in range(5):
         begin = time.perf_counter()
-        copied(spare, dict(held), num_cores())
+        plain()
         copies.append(time.perf_counter() - begin)
     step, copy, gap = statistics.median(steps), statistics.median(copies), statistics.median(gaps[1:] or gaps)
     return {
@@ -328,7 +341,7 @@ def main() -> None:
     parts = digests(tensors)
     result: dict[str, Any] = {
         "comparison": "weight transfer against plain copies and broadcasts of the same bytes",
-        "megabytes": round(sum(t.nbytes for t in tensors.values()) / 1e6, 1),
+        "megabytes": round(size_of(tensors) / 1e6, 1),
         "cores": num_cores(),
         "equal_results": True,
         "colocated": colocated(folder, tensors, parts),

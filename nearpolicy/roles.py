@@ -168,18 +168,6 @@ class Adapter:
     """xxh3-128 of the bytes of A and B."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Shard:
-    """The piece of a tensor that one rank of a learner holds: a box of it, possibly empty."""
-
-    tensor: torch.Tensor
-    """The piece."""
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    start: tuple[int, ...]
-    """Of the piece in the whole, per dimension."""
-
-
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One tensor of a shipment."""
@@ -237,6 +225,18 @@ class Weights:
         if not sent and self.adapter is not None:
             sent = [factor for pair in self.adapter.factors.values() for factor in pair]
         return sum(tensor.nbytes for tensor in sent)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Shard:
+    """What one rank holds of a tensor: a box in it."""
+
+    tensor: torch.Tensor
+    """The piece; without elements on a rank that holds none of it."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    start: tuple[int, ...]
+    """Offset of the piece in the whole, by dimension."""
 
 
 class Generator(Protocol):

@@ -35,7 +35,7 @@ from nearpolicy.models.weights import differing
 from nearpolicy.models.weights import digests as digests_of
 from nearpolicy.roles import Entry, Shard, Shipment, VersionRecord
 from nearpolicy.sync.plan import Copy, dtype_called, slices
-from nearpolicy.sync.shipping import Alone, OneAtATime, Peers, Route, digests_among, entries_of, still_true
+from nearpolicy.sync.shipping import Alone, OneAtATime, Peers, Route, digests_among, entries_of, known_digests
 from nearpolicy.waits import waiting
 
 _ALIGNMENT = 64
@@ -164,7 +164,7 @@ class BroadcastSender:
         served = (
             dist.TCPStore(host, 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False) if first else None
         )
-        port = self._peers.exchange(served.port if served is not None else None)[0]
+        port = self._peers.exchange("the port of the broadcast", served.port if served is not None else None)[0]
         self._address = (host, port)
         self._store = served if served is not None else _connected(self._address, timeout_s)
 
@@ -174,8 +174,8 @@ class BroadcastSender:
         entries = entries_of(self._route.layout, _ALIGNMENT)
         self._copies, self._runs = runs_of(self._route.copies, entries, self._bucket)
         self._entries = {entry.name: entry for entry in entries}
-        if not still_true(digests, shards, self._wire):
-            digests = digests_among(self._peers, self._route, shards)
+        known = known_digests(self._peers, digests, shards, self._wire)
+        digests = known or digests_among(self._peers, self._route, shards)
         self._serial += 1
         return Shipment(
             transport="broadcast",
@@ -200,16 +200,16 @@ class BroadcastSender:
             names = self._agreed(table, attempt, members, members if awaited is None else awaited, deadline)
             if not names:
                 break
-            try:
-                self._broadcast(names, table)
+            failure = self._broadcast(names, table)
+            failures = [f for f in self._peers.exchange("how the broadcast ended", failure) if f is not None]
+            if not failures:
                 break
-            except RuntimeError as error:  # what gloo and nccl raise for a peer that is gone, and for a timeout
-                reason = described(error)
+            reason = failures[0]
             self._drop()
         done = table.done(members, wait_s=self._timeout_s / 4 if names else 0.0, of=names)
         if set(names) - set(done):
             self._drop()
-        self._peers.exchange(None)
+        self._peers.exchange("the end of the broadcast", None)
         if not done:
             raise SyncError(f"version {shipment.version} reached no generator: {reason}")
         return done
@@ -235,13 +235,20 @@ class BroadcastSender:
             self._number, self._names = number, names
         return names
 
-    def _broadcast(self, names: tuple[str, ...], table: _Table) -> None:
-        if self._group is None:
-            size = self._peers.size + len(names)
-            store = table.store_of_group(self._number)
-            self._group = _Group(self._backend, store, self._peers.rank, size, self._timeout_s / 4)
-        with waiting("publication", f"the broadcast to {', '.join(names)}"):
-            _two_at_once(self._steps(self._group))
+    def _broadcast(self, names: tuple[str, ...], table: _Table) -> str | None:
+        """One attempt; what it failed of."""
+        try:
+            if self._group is None:
+                size = self._peers.size + len(names)
+                store = table.store_of_group(self._number)
+                self._group = _Group(self._backend, store, self._peers.rank, size, self._timeout_s / 4)
+            with waiting("publication", f"the broadcast to {', '.join(names)}"):
+                _two_at_once(self._steps(self._group))
+        except RuntimeError as error:  # what gloo and nccl raise for a peer that is gone, and for a timeout
+            failure = described(error)
+            self._drop()  # whoever still waits for this rank hears of it
+            return failure
+        return None
 
     def _steps(self, group: _Group) -> Iterator[Callable[[], None]]:
         """Every run as one broadcast, begun when it is asked for."""

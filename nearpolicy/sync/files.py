@@ -41,7 +41,7 @@ from nearpolicy.models.weights import digests as digests_of
 from nearpolicy.roles import Shard, Shipment, VersionRecord
 from nearpolicy.sync import delta
 from nearpolicy.sync.plan import Box, dtype_called, slices
-from nearpolicy.sync.shipping import Alone, OneAtATime, Peers, Route, digests_among, entries_of, still_true
+from nearpolicy.sync.shipping import Alone, OneAtATime, Peers, Route, digests_among, entries_of, known_digests
 from nearpolicy.waits import waiting
 
 _MANIFEST = "manifest.json"
@@ -145,14 +145,14 @@ class FileSender:
         self._delta, self._anchor_every = delta, anchor_every
         self._last: dict[str, Tensor] = {}
         """What was sent last, of this rank's pieces."""
-        self._number = self._peers.exchange(max(self._folder.numbers(), default=0))[0]
+        self._number = self._peers.exchange("the last folder", max(self._folder.numbers(), default=0))[0]
         self._anchors: list[int] = []
         self._readers = _Silence()
 
     def send(self, record: VersionRecord, shards: Mapping[str, Shard], digests: Mapping[str, str]) -> Shipment:
         self._route.update(shards)
-        if not still_true(digests, shards, self._wire):
-            digests = digests_among(self._peers, self._route, shards)
+        known = known_digests(self._peers, digests, shards, self._wire)
+        digests = known or digests_among(self._peers, self._route, shards)
         pieces, boxes = self._pieces(shards)
         changes = self._changes(pieces)
         kind, base = ("full", None) if changes is None else ("delta", self._number)
@@ -160,7 +160,7 @@ class FileSender:
         file, data, places = self._written(pieces, changes)
         mine = {"file": file, "checksum": xxhash.xxh3_128_hexdigest(data), "pieces": places, "boxes": boxes}
         self._folder.write(f"{self._number:08d}/{file}", data)
-        files = self._peers.exchange(mine)
+        files = self._peers.exchange("written files", mine)
         entries = entries_of(self._route.layout)
         if self._peers.rank == 0:
             manifest = {
@@ -179,7 +179,7 @@ class FileSender:
                 self._collect_garbage()
         elif kind == "full":
             self._anchors.append(self._number)
-        self._peers.exchange(None)
+        self._peers.exchange("the manifest is written", None)
         self._remember(pieces)
         return Shipment(
             transport="files",
@@ -217,11 +217,11 @@ class FileSender:
         due = not self._anchors or self._number + 1 - self._anchors[-1] >= self._anchor_every
         shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in pieces.items()}
         fits = shapes == {name: (tensor.shape, tensor.dtype) for name, tensor in self._last.items()}
-        if any(self._peers.exchange(due or not self._delta or not fits)):
+        if any(self._peers.exchange("whether an anchor is due", due or not self._delta or not fits)):
             return None
         found = _each(lambda name: delta.encode(self._last[name], pieces[name]), list(pieces))
         sizes = self._peers.exchange(
-            (sum(len(data) for _, data in found.values()), sum(tensor.nbytes for tensor in pieces.values()))
+            "sizes", (sum(len(data) for _, data in found.values()), sum(tensor.nbytes for tensor in pieces.values()))
         )
         return found if sum(small for small, _ in sizes) < sum(full for _, full in sizes) else None
 

@@ -214,7 +214,10 @@ def box_of(shard: Shard) -> Box:
 
 def whole(tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
     """What a learner of one rank holds."""
-    return {name: Shard(tensor, tuple(tensor.shape), (0,) * tensor.ndim) for name, tensor in tensors.items()}
+    return {
+        name: Shard(tensor=tensor, shape=tuple(tensor.shape), start=(0,) * tensor.ndim)
+        for name, tensor in tensors.items()
+    }
 
 
 def allocate(layout: Layout) -> list[dict[str, Tensor]]:

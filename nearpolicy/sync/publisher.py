@@ -214,8 +214,7 @@ class Publisher:
         members = list(self._members.values())
         if not members:
             raise SyncError(f"there is no generator to take version {weights.record.version}")
-        for member in members:
-            await self._start(member, weights)
+        await asyncio.gather(*(self._start(member, weights) for member in members))
         awaited = [member for member in members if not member.late] or members
         for member in members:
             if member not in awaited:
@@ -224,8 +223,9 @@ class Publisher:
         delivery = asyncio.create_task(self._delivered(weights, awaited, members))
         try:
             await asyncio.wait({delivery, *loads}, timeout=self._timeout_s * 2 + _TO_STOP_S)
-            if delivery.done() and delivery.exception() is not None and all(m.loaded is None for m in awaited):
-                raise delivery.exception()
+            failed = delivery.exception() if delivery.done() and not delivery.cancelled() else None
+            if failed is not None and all(member.loaded is None for member in awaited):
+                raise failed
         except BaseException:
             for member in awaited:
                 await member.stop()

@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,7 +36,7 @@ from nearpolicy.machine import num_cores
 from nearpolicy.models.weights import digests as digests_of
 from nearpolicy.roles import Entry, Shard, Shipment, VersionRecord
 from nearpolicy.sync.plan import dtype_called, slices
-from nearpolicy.sync.shipping import Alone, OneAtATime, Peers, Route, entries_of, still_true
+from nearpolicy.sync.shipping import Alone, OneAtATime, Peers, Route, entries_of, known_digests
 
 _HEADER = struct.Struct("<8sqqq")
 _MAGIC = b"npweight"
@@ -151,13 +152,12 @@ class SharedMemorySender:
         segment = self._taken(record, size)
         by_name = {entry.name: segment.tensor(entry) for entry in entries}
         self._write(shards, by_name)
-        self._peers.exchange(None)  # all pieces are there
-        if not still_true(digests, shards, self._wire):
-            digests = self._digested(by_name)
+        self._peers.exchange("all pieces are written", None)
+        digests = known_digests(self._peers, digests, shards, self._wire) or self._digested(by_name)
         if self._peers.rank == 0:
             segment.mark(record.lineage, record.version, whole=True)
             segment.unlock()
-        self._peers.exchange(None)
+        self._peers.exchange("the segment is whole", None)
         return Shipment(
             transport="shared_memory",
             lineage=record.lineage,
@@ -190,9 +190,9 @@ class SharedMemorySender:
             if self._peers.rank == 0:
                 path = self._prepared(record, size)
         except SyncError as error:
-            self._peers.exchange(error)
+            self._peers.exchange("the segment", error)
             raise
-        told = self._peers.exchange(path)[0]
+        told = self._peers.exchange("the segment", path)[0]
         if isinstance(told, SyncError):
             raise told
         if self._segment is None or self._segment.path != told:
@@ -226,7 +226,7 @@ class SharedMemorySender:
         """Every rank digests its share of what all have written."""
         order = sorted(tensors, key=lambda name: (-tensors[name].nbytes, name))
         mine = digests_of({name: tensors[name] for name in order[self._peers.rank :: self._peers.size]})
-        found = {name: value for part in self._peers.exchange(mine) for name, value in part.items()}
+        found = {name: value for part in self._peers.exchange("digests", mine) for name, value in part.items()}
         return {name: found[name] for name in tensors}
 
 
@@ -267,19 +267,38 @@ class SharedMemoryReceiver:
         return self._segment
 
 
-@torch.no_grad()
 def in_threads(threads: int, blocks: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy (target, source) pairs. A copy does not hold the interpreter."""
-    if threads <= 1 or len(blocks) < 2:
-        for target, source in blocks:
-            target.copy_(source)
+    """Copy (target, source) pairs."""
+    if threads <= 1:
+        _copy(blocks)
         return
     with ThreadPoolExecutor(threads, thread_name_prefix="weights") as cores:
-        list(cores.map(_copy, blocks))
+        list(cores.map(_copy, _shares(blocks)))
 
 
-def _copy(pair: tuple[Tensor, Tensor]) -> None:
-    pair[0].copy_(pair[1])
+def _shares(blocks: Sequence[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Small blocks together, so that each share is worth the handing out."""
+    share: list[tuple[Tensor, Tensor]] = []
+    for block in blocks:
+        share.append(block)
+        if sum(target.nbytes for target, _ in share[-64:]) >= _BLOCK // 2 or len(share) >= 64:
+            yield share
+            share = []
+    yield share
+
+
+def _copy(blocks: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Not with torch where numpy will do: in a thread of its own it would begin a pool of more threads."""
+    for target, source in blocks:
+        on_cpu = target.device.type == source.device.type == "cpu"
+        if on_cpu and target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous():
+            np.copyto(_bytes(target), _bytes(source))
+        else:
+            target.copy_(source)
+
+
+def _bytes(tensor: Tensor) -> np.ndarray:
+    return tensor.view(-1).view(torch.uint8).numpy()
 
 
 def _blocks(target: Tensor, source: Tensor) -> list[tuple[Tensor, Tensor]]:

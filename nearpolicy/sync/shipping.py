@@ -18,7 +18,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,8 +38,9 @@ class Peers(Protocol):
     rank: int
     size: int
 
-    def exchange(self, value: T) -> list[T]:
-        """The small values of all ranks, in their order, on every rank; none returns before all have called."""
+    def exchange(self, what: str, value: T) -> list[T]:
+        """The values of all ranks, in their order, on every rank; none returns before all have called. ``what`` is for
+        messages."""
         ...
 
 
@@ -50,25 +51,8 @@ class Alone:
     rank: int = 0
     size: int = 1
 
-    def exchange(self, value: T) -> list[T]:
+    def exchange(self, what: str, value: T) -> list[T]:
         return [value]
-
-
-class ProcessPeers:
-    """Ranks of a `torch.distributed` process group, whose timeout bounds every exchange."""
-
-    def __init__(self, group: Any = None) -> None:
-        import torch.distributed as dist
-
-        self._group = group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-
-    def exchange(self, value: T) -> list[T]:
-        import torch.distributed as dist
-
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self._group)
-        return found
 
 
 class Sender(Protocol):
@@ -227,11 +211,11 @@ class Route:
             name: Piece(self._peers.rank, tuple(shard.shape), box_of(shard), self._travels_as(shard.tensor))
             for name, shard in shards.items()
         }
-        changed = any(self._peers.exchange(mine != self._known))
+        changed = any(self._peers.exchange("whether pieces have changed", mine != self._known))
         if not changed:
             return
         pieces: dict[str, list[Piece]] = {}
-        for of_rank in self._peers.exchange(mine):
+        for of_rank in self._peers.exchange("pieces", mine):
             for name, piece in of_rank.items():
                 pieces.setdefault(name, []).append(piece)
         shapes = {name: found[0].shape for name, found in pieces.items()}
@@ -243,10 +227,13 @@ class Route:
         return str(self._wire if self._wire is not None and tensor.is_floating_point() else tensor.dtype)
 
 
-def still_true(digests: Mapping[str, str], shards: Mapping[str, Shard], wire: torch.dtype | None) -> bool:
-    """Whether digests of the learner's tensors are those of what travels: nothing is cast."""
-    same = all(wire is None or not s.tensor.is_floating_point() or s.tensor.dtype == wire for s in shards.values())
-    return bool(digests) and same and digests.keys() == shards.keys()
+def known_digests(
+    peers: Peers, digests: Mapping[str, str], shards: Mapping[str, Shard], wire: torch.dtype | None
+) -> dict[str, str]:
+    """The digests that the first rank has of the learner's tensors, on every rank; none if what travels is cast."""
+    cast = any(wire is not None and s.tensor.is_floating_point() and s.tensor.dtype != wire for s in shards.values())
+    mine = dict(digests) if not cast and digests.keys() == shards.keys() else {}
+    return peers.exchange("digests", mine)[0]
 
 
 @torch.no_grad()
@@ -265,7 +252,7 @@ def digests_among(peers: Peers, route: Route, shards: Mapping[str, Shard]) -> di
             for copy in mine.get(name, [])
         ]
         whole_one = torch.empty(shape, dtype=dtype)
-        for box, piece in itertools.chain.from_iterable(peers.exchange(pieces)):
+        for box, piece in itertools.chain.from_iterable(peers.exchange(name, pieces)):
             whole_one[slices(box)] = piece
         found[name] = digest(whole_one)
     return found

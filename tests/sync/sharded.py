@@ -18,6 +18,6 @@ def cut_as_fsdp2(tensors: Mapping[str, torch.Tensor], ranks: int) -> list[dict[s
         start = 0
         for rank, chunk in enumerate(chunks):
             first = (start, *(0,) * (tensor.ndim - 1)) if tensor.ndim else ()
-            held[rank][name] = Shard(chunk, tuple(tensor.shape), first)
+            held[rank][name] = Shard(tensor=chunk, shape=tuple(tensor.shape), start=first)
             start += len(chunk) if tensor.ndim else 0
     return held

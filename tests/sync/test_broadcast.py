@@ -62,6 +62,32 @@ def test_a_generator_that_stands_still_is_left_out_in_bounded_time_and_gets_an_e
     sender.close()
 
 
+def hiccup() -> None:
+    raise RuntimeError("Connection reset by peer")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_connection_that_breaks_costs_an_attempt_and_nobody_is_left_out(ranks, helpers):
+    weights = weights_of(1, large_tensors(1))
+    held = cut_as_fsdp2(weights.tensors, ranks)
+    helpers[0].do(in_the_middle, hiccup)
+    answers, names = [], ["b0", "b1"]
+
+    def act(rank, peers):
+        sender = sender_of(peers=peers)
+        sent = ship(weights, sender, held[rank])
+        if rank == 0:
+            answers.extend(h.ask(taken, name, sent) for h, name in zip(helpers, names, strict=True))
+        got = sender.deliver(sent.shipment, names)
+        sender.close()
+        return got
+
+    assert by_ranks(ranks, act) == [names] * ranks
+    assert [answer.result(60) for answer in answers] == [weights.digests] * 2
+    for helper, name in zip(helpers, names, strict=True):
+        helper.do(forget, name)
+
+
 def test_what_arrives_changed_is_named_and_not_applied(helper):
     sender = sender_of()
     weights = weights_of(1)

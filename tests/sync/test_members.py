@@ -307,6 +307,20 @@ def test_weights_of_a_collective_are_delivered_while_members_load_and_late_ones_
     asyncio.run(scenario())
 
 
+def test_a_delivery_that_reaches_nobody_is_the_error_of_the_publication():
+    async def scenario():
+        async def deliver(weights, members, awaited):
+            raise SyncError("version 0 reached no generator")
+
+        table = Table(transport="broadcast", deliver=deliver)
+        for member in table.members.values():
+            member.error = SyncError("nothing came")
+        with pytest.raises(SyncError, match="version 0 reached no generator"):
+            await table.publish(0)
+
+    asyncio.run(scenario())
+
+
 def test_a_rollback_to_an_older_version_of_another_lineage_counts_as_another_one():
     async def scenario():
         table = Table()

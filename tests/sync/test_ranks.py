@@ -11,7 +11,7 @@ import pytest
 import torch
 from broadcast_cases import delivered, in_the_middle, large_tensors, sender_of
 from sharded import cut_as_fsdp2
-from shipping_cases import forget, record_of, weights_of
+from shipping_cases import ProcessPeers, forget, record_of, weights_of
 from torch import nn
 
 from nearpolicy.errors import SyncError
@@ -19,7 +19,7 @@ from nearpolicy.models.weights import digests, fingerprint
 from nearpolicy.roles import Shard, Weights
 from nearpolicy.sync import shipping
 from nearpolicy.sync.config import SyncConfig
-from nearpolicy.sync.shipping import ProcessPeers, arrived, ship
+from nearpolicy.sync.shipping import arrived, ship
 from nearpolicy.sync.transports import make_receiver, make_sender
 
 
@@ -56,7 +56,7 @@ def cut_by_fsdp2() -> dict[str, Shard]:
     found = {}
     for name, parameter in sharded.named_parameters():
         _, start = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-        found[name] = Shard(parameter.to_local().detach(), tuple(parameter.shape), tuple(start))
+        found[name] = Shard(tensor=parameter.to_local().detach(), shape=tuple(parameter.shape), start=tuple(start))
     return found
 
 

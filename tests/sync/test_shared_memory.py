@@ -55,7 +55,7 @@ def test_each_rank_writes_its_pieces_and_the_whole_has_the_learners_digests(rank
             sent = ship(unknown, sender, held[rank])
         with arrived(sent, SharedMemoryReceiver()) as here:
             shown = digests(here.tensors)
-        peers.exchange(None)
+        peers.exchange("arrived", None)
         sender.close()
         return shown, sent
 
@@ -63,6 +63,22 @@ def test_each_rank_writes_its_pieces_and_the_whole_has_the_learners_digests(rank
         assert shown == sent.digests == digests(travels)
         assert sent.record.fingerprint == fingerprint(digests(travels))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_digests_that_the_first_rank_has_are_taken_by_all_and_not_made_again(tmp_path):
+    tensors = tensors_of(1)
+    held, known = cut_as_fsdp2(tensors, 2), digests(tensors)
+
+    def act(rank, peers):
+        sender = SharedMemorySender("run", peers=peers, folder=tmp_path)
+        sender._digested = None  # would be called
+        parts = known if rank == 0 else {}
+        sent = ship(Weights(record=record_of(1, parts), tensors={}, digests=parts), sender, held[rank])
+        peers.exchange("sent", None)
+        sender.close()
+        return sent.digests
+
+    assert by_ranks(2, act) == [known, known]
 
 
 def test_ranks_whose_pieces_do_not_fit_together_all_say_so(tmp_path):
