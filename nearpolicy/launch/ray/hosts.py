@@ -167,18 +167,13 @@ class GeneratorHost(_Role):
     async def take(self, weights: Weights) -> Answer:
         """Weights that a learner has shipped."""
         from nearpolicy.launch.ray.transports import receiver_of
-        from nearpolicy.sync.shipping import arrived
+        from nearpolicy.sync.shipping import load_arrived
 
         transport = weights.shipment.transport
         try:
             if transport not in self._receivers:
                 self._receivers[transport] = receiver_of(transport, self._name)
-            receiving = arrived(weights, self._receivers[transport])
-            whole = await asyncio.to_thread(receiving.__enter__)
-            try:
-                return Answer(value=await self._host.load(whole))
-            finally:
-                receiving.__exit__(None, None, None)
+            return Answer(value=await load_arrived(self._host.load, weights, self._receivers[transport]))
         except Exception as error:
             return failure(error)
 

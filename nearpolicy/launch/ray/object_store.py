@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from nearpolicy.errors import SyncError
-from nearpolicy.models.weights import digests as digests_of
 from nearpolicy.roles import Shard, Shipment, VersionRecord
 from nearpolicy.sync.plan import Copy, dtype_called, slices
-from nearpolicy.sync.shipping import Alone, Peers, Route, entries_of, still_true
+from nearpolicy.sync.shipping import Alone, Peers, Route, digests_among, entries_of, known_digests
 
 NAME = "object_store"
 
@@ -37,9 +36,9 @@ class ObjectStoreSender:
         self._route.update(shards)
         mine = [copy for copy in self._route.copies if copy.holder == self._peers.rank]
         packed = self._packed(mine, shards)
-        parts = self._peers.exchange((ray.put(packed.numpy()), mine))
-        if not still_true(digests, shards, self._wire):
-            digests = self._digested(record, shards)
+        parts = self._peers.exchange("parts of the weights", (ray.put(packed.numpy()), mine))
+        known = known_digests(self._peers, digests, shards, self._wire)
+        digests = known or digests_among(self._peers, self._route, shards)
         return Shipment(
             transport=NAME,
             lineage=record.lineage,
@@ -49,15 +48,6 @@ class ObjectStoreSender:
             place=parts,
         )
 
-    def _digested(self, record: VersionRecord, shards: Mapping[str, Shard]) -> dict[str, str]:
-        if self._peers.size > 1:
-            raise SyncError(
-                f"version {record.version} travels in another dtype than ranks of a learner hold, and nobody can "
-                "digest the whole of it; use sync.transport=shared_memory or files, or the learner's dtype"
-            )
-        tensors = {name: shard.tensor for name, shard in shards.items()}
-        return digests_of({n: t.to(self._wire) if t.is_floating_point() else t for n, t in tensors.items()})
-
     def _packed(self, copies: Sequence[Copy], shards: Mapping[str, Shard]) -> Tensor:
         dtypes = {name: dtype_called(dtype) for name, dtype in self._route.layout.dtypes.items()}
         pieces = [
@@ -66,7 +56,9 @@ class ObjectStoreSender:
         ]
         return torch.cat([torch.zeros(0, dtype=torch.uint8), *(piece.view(-1).view(torch.uint8) for piece in pieces)])
 
-    def deliver(self, shipment: Shipment, members: Sequence[str]) -> Sequence[str]:
+    def deliver(
+        self, shipment: Shipment, members: Sequence[str], awaited: Sequence[str] | None = None
+    ) -> Sequence[str]:
         return members
 
     def close(self) -> None: ...

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from nearpolicy.config import RunConfig
 from nearpolicy.errors import ConfigError
@@ -15,26 +13,6 @@ from nearpolicy.launch.ray.calls import Place
 if TYPE_CHECKING:
     from nearpolicy.learner.parallel import Ranks
     from nearpolicy.sync.shipping import Peers, Receiver, Sender
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class RankPeers:
-    """Implements `nearpolicy.sync.shipping.Peers` over the ranks of a learner."""
-
-    ranks: Ranks
-
-    @property
-    def rank(self) -> int:
-        return self.ranks.rank
-
-    @property
-    def size(self) -> int:
-        return self.ranks.size
-
-    def exchange(self, value: T) -> list[T]:
-        return self.ranks.exchange("weights on their way", value)
 
 
 def chosen(config: RunConfig, places: Sequence[Place]) -> str:
@@ -49,7 +27,7 @@ def chosen(config: RunConfig, places: Sequence[Place]) -> str:
 def peers_of(ranks: Ranks | None) -> Peers:
     from nearpolicy.sync.shipping import Alone
 
-    return Alone() if ranks is None else RankPeers(ranks)
+    return Alone() if ranks is None else ranks
 
 
 def sender_of(transport: str, config: RunConfig, peers: Peers) -> Sender:
@@ -65,7 +43,7 @@ def sender_of(transport: str, config: RunConfig, peers: Peers) -> Sender:
     return make_sender(
         config.sync,
         transport,
-        run=f"{config.run.name}-{peers.exchange(uuid.uuid4().hex[:8])[0]}",
+        run=config.run.name,
         peers=peers,
         threads=max(1, int(config.runtime.cpus_per_learner)),
         host=ray.util.get_node_ip_address(),
