@@ -101,9 +101,13 @@ def ragged(make: Make, counts: list[int]) -> list[float]:
     return [own.step(batch_of(of_step, step=i, places=8)).metrics["policy/loss"] for i, of_step in enumerate(rows)]
 
 
-def ahead(make: Make, known: list[int]) -> tuple[str, dict[str, float]]:
-    """A step that began with the first so many rows of its batch, again and again."""
+def ahead(make: Make, known: list[int], forgotten: bool = False) -> tuple[str, dict[str, float]]:
+    """A step that began with the first so many rows of its batch, again and again. ``forgotten``: after another
+    beginning that came to nothing."""
     own, rows = make(max_tokens_per_microbatch=30), random_rows(3, groups=6)
+    if forgotten:
+        own.learn_ahead(random_rows(4, groups=6))
+        own.forget_gradient()
     for count in known:
         own.learn_ahead(rows[:count])
     metrics = own.step(batch_of(rows)).metrics
@@ -225,6 +229,7 @@ def micro_batches_that_do_not_divide_never_hang(backend: Backend, _: Path) -> No
 def a_step_begun_ahead_has_the_same_bits(backend: Backend, _: Path) -> None:
     at_once = all_equal(backend.run(ahead, []))
     assert all_equal(backend.run(ahead, [4, 4, 12, 20, 24])) == at_once
+    assert all_equal(backend.run(ahead, [20], True)) == at_once
     close(at_once[1], one_process(ahead, [])[1], 1e-4)
 
 

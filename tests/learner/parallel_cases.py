@@ -91,7 +91,7 @@ def make(case: Case, ranks: Ranks | None = None, replicas: int = 1) -> PolicyLea
         reference = load_policy(other, case.dtype, known_to_fit=True).requires_grad_(False)
     value_model = None if case.critic is None else ValueModel(load_policy(case.folder, case.dtype, known_to_fit=True))
     shared = {} if ranks is None else {"ranks": ranks.size, "replicas": replicas}
-    alone = {} if ranks is not None else {"offload": "none"}
+    alone = {} if ranks is not None and ranks.size > 1 else {"offload": "none"}  # as the recipe would have to say
     usual = {"learning_rate": 1e-3, "max_grad_norm": None, "max_tokens_per_microbatch": 60}
     return PolicyLearner(
         policy,
@@ -210,8 +210,8 @@ class LossThatFails:
 
 
 def impatient(ranks: Ranks) -> Ranks:
-    """They have met; from now on three seconds are enough."""
-    ranks.timeout_s = 3.0
+    """They have met; from now on two seconds are enough."""
+    ranks.timeout_s = 2.0
     _set_pg_timeout(timedelta(seconds=ranks.timeout_s))
     return ranks
 
