@@ -628,9 +628,9 @@ class _Ahead:
             raise ValueError(f"a step that began with {len(self.rows)} rows goes on with other ones")
 
 
-def _outline(rows: Sequence[Row]) -> list[tuple[int, int, int]]:
-    """Enough of rows to tell whether two ranks hold the same."""
-    return [(row.group, row.sample, len(row.trained)) for row in rows]
+def _outline(rows: Sequence[Row]) -> list[tuple[int, int, int, bool]]:
+    """Enough of rows to tell whether two ranks would cut them alike."""
+    return [(row.group, row.sample, len(row.trained), bool(row.advantages.any())) for row in rows]
 
 
 def _groups_with_rows(batch: Batch) -> list[Group]:

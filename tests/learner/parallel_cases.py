@@ -230,6 +230,18 @@ def a_loss_fails(ranks: Ranks, failing: int) -> tuple[str, bool, int]:
     return said, stayed, own.version
 
 
+def a_bad_number_on_one_rank(ranks: Ranks, failing: int) -> tuple[str, bool, int]:
+    """As `a_loss_fails`, but the batch has reached one rank with a number that is none."""
+    own, rows = plain(ranks), random_rows(0)
+    before, good = _fingerprint(own), rows[4]
+    if ranks.rank == failing:
+        rows[4] = replace(good, advantages=good.advantages * np.nan)
+    said = _said(lambda: own.step(batch_of(rows)))
+    stayed, rows[4] = _fingerprint(own) == before, good
+    own.step(batch_of(rows))
+    return said, stayed, own.version
+
+
 def another_batch(ranks: Ranks) -> str:
     own = plain(ranks)
     return _said(lambda: own.step(batch_of(random_rows(ranks.rank))))

@@ -111,6 +111,12 @@ def test_a_loss_that_fails_on_one_rank_fails_on_all_and_they_go_on(failing, rank
     assert (stayed, version) == (True, 1)
 
 
+def test_a_bad_number_on_one_rank_is_named_by_all_and_nothing_is_trained(rank_pool):
+    said, stayed, version = all_equal(rank_pool.run(2, cases.a_bad_number_on_one_rank, 1))
+    assert said.startswith("NearpolicyError: learner rank 1: group 1, sample 0, token 0: its advantages is nan")
+    assert (stayed, version) == (True, 1)
+
+
 def test_ranks_with_different_batches_say_so(rank_pool):
     assert "the ranks of the learner come with different batches" in all_equal(rank_pool.run(2, cases.another_batch))
 
@@ -126,12 +132,6 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout(rank_pool):
     assert said.startswith("StandstillError: learner rank 0: waited in step 0, at most 2 s, for rank 1, last seen in")
 
 
-def test_a_rank_that_dies_is_named(rank_pool):
-    said, gone = rank_pool.run_each(2, cases.dies, [(1,), (1,)])
-    assert said.startswith("StandstillError: learner rank 0: waited in step 0") and "rank 1" in said
-    assert gone == Raised("EOFError", "the process is gone")
-
-
 @pytest.mark.parametrize("full", [0, 1])
 def test_a_full_disk_of_one_rank_leaves_the_earlier_checkpoint(full, rank_pool, tmp_path):
     said, left, later = all_equal(rank_pool.run(2, cases.full_disk, str(tmp_path), full, 4096))
@@ -145,3 +145,9 @@ def test_pieces_that_were_changed_are_not_loaded(rank_pool, tmp_path):
     said, stayed = all_equal(rank_pool.run(2, cases.torn_pieces, str(tmp_path)))
     assert "is not what was written" in said and "step-1" in said
     assert stayed
+
+
+def test_a_rank_that_dies_is_named(rank_pool):
+    said, gone = rank_pool.run_each(2, cases.dies, [(1,), (1,)])
+    assert said.startswith("StandstillError: learner rank 0: waited in step 0") and "rank 1" in said
+    assert gone == Raised("EOFError", "the process is gone")
