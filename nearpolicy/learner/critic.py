@@ -65,13 +65,9 @@ class Critic:
     def annotate(self, rows: Sequence[Row]) -> list[np.ndarray]:
         """[T] float32 values before each trained token per row; 0 elsewhere."""
         values = self._passes.values(self.model, rows, trained_rows(rows))
-        for row, of_row in zip(rows, values, strict=True):
-            if not np.isfinite(of_row).all():
-                bad = int(np.flatnonzero(~np.isfinite(of_row))[0])
-                raise NearpolicyError(
-                    f"group {row.group}, sample {row.sample}, token {bad}: the critic's value is {of_row[bad]}; "
-                    "nothing is trained on such a batch. Lower critic.learning_rate"
-                )
+        with self._ranks.agreement("values"):
+            for row, of_row in zip(rows, values, strict=True):
+                _require_finite(row, of_row)
         return values
 
     def forward_backward(
@@ -156,6 +152,15 @@ class Critic:
     def load_state(self, state: dict[str, Any]) -> None:
         load_weights(self.model, state["weights"])
         self.optimizer.load_state_dict(state["optimizer"])
+
+
+def _require_finite(row: Row, values: np.ndarray) -> None:
+    if not np.isfinite(values).all():
+        bad = int(np.flatnonzero(~np.isfinite(values))[0])
+        raise NearpolicyError(
+            f"group {row.group}, sample {row.sample}, token {bad}: the critic's value is {values[bad]}; nothing is "
+            "trained on such a batch. Lower critic.learning_rate"
+        )
 
 
 def require_same(critic: Critic | None, state: dict[str, Any] | None) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from nearpolicy.errors import ConfigError
 from nearpolicy.models.lora import is_factor
 
 if TYPE_CHECKING:
@@ -48,7 +49,13 @@ class FullySharded(Sharding):
     def __init__(self, model: nn.Module, mesh: DeviceMesh, *, rank: int, offload: bool) -> None:
         """``offload``: pieces, their gradients and their moments lie in host memory. Gradients are then added up by
         every micro-batch, so that no rank ever holds whole ones."""
-        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard, register_fsdp_forward_method
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            MixedPrecisionPolicy,
+            OffloadPolicy,
+            fully_shard,
+            register_fsdp_forward_method,
+        )
 
         self._model = model
         self._mesh = mesh
@@ -57,13 +64,20 @@ class FullySharded(Sharding):
         self._replicated = _replicated(model)
         on_accelerator = mesh.device_type != "cpu"
         policy = CPUOffloadPolicy(pin_memory=on_accelerator) if offload else OffloadPolicy()
-        options: dict[str, Any] = {"mesh": mesh, "offload_policy": policy, "ignored_params": set(self._replicated)}
+        options: dict[str, Any] = {
+            "mesh": mesh,
+            "offload_policy": policy,
+            "ignored_params": set(self._replicated),
+            "mp_policy": MixedPrecisionPolicy(reduce_dtype=_sum_dtype(model)),
+        }
         for layer in _layers(model):
             fully_shard(layer, **options)
         fully_shard(model, **options)
         for module in _cut_modules(model):  # a plain sum, in an operation that gloo has too
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            # An expert that no token of one rank has gone to has no gradient there, and has one elsewhere.
+            module.set_reduce_scatter_unused_params(True, recurse=False)
         if hasattr(model, "states"):
             register_fsdp_forward_method(model, "states")
         self._open = False
@@ -90,6 +104,12 @@ class FullySharded(Sharding):
     def forget(self) -> None:
         if self._open:
             self._model.reset_iter_state()
+            for module in _cut_modules(self._model):  # torch 2.13 says that it forgets these too, and does not
+                for group in module._get_fsdp_state()._fsdp_param_groups:
+                    for parameter in group.fsdp_params:
+                        parameter.unsharded_accumulated_grad = None
+                        if hasattr(parameter, "_unsharded_param"):
+                            parameter._unsharded_param.grad = None
         self._settled = self._open = False
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -112,12 +132,21 @@ def _add_up(gradients: list[torch.Tensor]) -> None:
         gradient.copy_(total.view_as(gradient))
 
 
-def _replicated(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters that every rank holds whole, in the order of the model."""
+def _sum_dtype(model: nn.Module) -> torch.dtype | None:
+    """Gradients of narrow types are added up in float32, over micro-batches and ranks."""
+    return torch.float32 if _usual_dtype(model).itemsize < 4 else None
+
+
+def _usual_dtype(model: nn.Module) -> torch.dtype:
     counts: Counter[torch.dtype] = Counter()
     for parameter in model.parameters():
         counts[parameter.dtype] += parameter.numel()
-    usual = counts.most_common(1)[0][0]
+    return counts.most_common(1)[0][0]
+
+
+def _replicated(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters that every rank holds whole, in the order of the model."""
+    usual = _usual_dtype(model)
     return [p for name, p in model.named_parameters() if is_factor(name) or p.dim() == 0 or p.dtype != usual]
 
 
@@ -132,6 +161,15 @@ def _cut_modules(model: nn.Module) -> Iterator[Any]:
     from torch.distributed.fsdp import FSDPModule
 
     return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def require_offload_has_effect(offload: str, device: torch.device) -> None:
+    """`ConfigError` if there is no other memory than the host's."""
+    if offload != "none" and device.type == "cpu":
+        raise ConfigError(
+            f"learner.offload={offload} moves what is not used into host memory, and the learner computes on the "
+            "CPU; leave it out"
+        )
 
 
 def at_rest(model: nn.Module) -> None:

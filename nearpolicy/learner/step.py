@@ -144,6 +144,7 @@ class PolicyLearner:
         num_sure = self.passes.num_sure(rows, useful, whole)
         sure = self.passes.shares(rows, useful, whole)[len(ahead.parts) : num_sure] if num_sure else []
         with self.ranks.together("learn_ahead"):
+            self.ranks.agree("rows of a coming step", same=(self.version, _outline(rows)))
             for share in sure:
                 self.sharding.begin(last=False)
                 ahead.parts.append(self._part(share, self.objective, rows, NOTHING_KNOWN))
@@ -158,6 +159,7 @@ class PolicyLearner:
             return self._step(batch)
 
     def _step(self, batch: Batch) -> StepReport:
+        self.ranks.agree("batches", same=(self.version, _outline(batch.rows)))
         begin, updates_before = time.perf_counter(), self.updates
         if self._ahead is not None:
             self._ahead.require_continued(batch.rows)
@@ -167,7 +169,6 @@ class PolicyLearner:
             rows = self.revised(batch, annotated)
             require_finite(rows)
             annotated = self.with_targets(batch, annotated)
-        self.ranks.agree("rows of a step", same=[(row.group, row.sample, len(row.trained)) for row in rows])
         tally, values = StepTally(rows), ValueTally()
         for iteration in range(self.config.num_iterations):
             for part in minibatches(batch, rows, self.config.minibatches):
@@ -630,6 +631,11 @@ class _Ahead:
     def require_continued(self, rows: Sequence[Row]) -> None:
         if any(a is not b for a, b in zip(self.rows, rows, strict=False)) or len(rows) < len(self.rows):
             raise ValueError(f"a step that began with {len(self.rows)} rows goes on with other ones")
+
+
+def _outline(rows: Sequence[Row]) -> list[tuple[int, int, int, bool]]:
+    """Enough of rows to tell whether two ranks would cut them alike."""
+    return [(row.group, row.sample, len(row.trained), bool(row.advantages.any())) for row in rows]
 
 
 def _groups_with_rows(batch: Batch) -> list[Group]:

@@ -91,7 +91,7 @@ def make(case: Case, ranks: Ranks | None = None, replicas: int = 1) -> PolicyLea
         reference = load_policy(other, case.dtype, known_to_fit=True).requires_grad_(False)
     value_model = None if case.critic is None else ValueModel(load_policy(case.folder, case.dtype, known_to_fit=True))
     shared = {} if ranks is None else {"ranks": ranks.size, "replicas": replicas}
-    alone = {} if ranks is not None else {"offload": "none"}
+    alone = {} if ranks is not None and ranks.size > 1 else {"offload": "none"}  # as the recipe would have to say
     usual = {"learning_rate": 1e-3, "max_grad_norm": None, "max_tokens_per_microbatch": 60}
     return PolicyLearner(
         policy,
@@ -210,8 +210,8 @@ class LossThatFails:
 
 
 def impatient(ranks: Ranks) -> Ranks:
-    """They have met; from now on three seconds are enough."""
-    ranks.timeout_s = 3.0
+    """They have met; from now on two seconds are enough."""
+    ranks.timeout_s = 2.0
     _set_pg_timeout(timedelta(seconds=ranks.timeout_s))
     return ranks
 
@@ -227,6 +227,18 @@ def a_loss_fails(ranks: Ranks, failing: int) -> tuple[str, bool, int]:
         said = f"{type(error).__name__}: {error}"
     stayed, own.objective = _fingerprint(own) == before, good
     own.step(batch_of(random_rows(0)))
+    return said, stayed, own.version
+
+
+def a_bad_number_on_one_rank(ranks: Ranks, failing: int) -> tuple[str, bool, int]:
+    """As `a_loss_fails`, but the batch has reached one rank with a number that is none."""
+    own, rows = plain(ranks), random_rows(0)
+    before, good = _fingerprint(own), rows[4]
+    if ranks.rank == failing:
+        rows[4] = replace(good, advantages=good.advantages * np.nan)
+    said = _said(lambda: own.step(batch_of(rows)))
+    stayed, rows[4] = _fingerprint(own) == before, good
+    own.step(batch_of(rows))
     return said, stayed, own.version
 
 

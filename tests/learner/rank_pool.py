@@ -38,6 +38,7 @@ class RankPool:
     def __init__(self) -> None:
         self._key = secrets.token_bytes(16)
         self._listener = Listener(("127.0.0.1", 0), authkey=self._key)
+        self._listener._listener._socket.settimeout(2 * TIMEOUT_S)  # for a process that cannot start
         self._processes: list[subprocess.Popen] = []
         self._connections: list[Connection] = []
 
@@ -58,10 +59,7 @@ class RankPool:
         timeout_s: float = TIMEOUT_S,
     ) -> list[Any]:
         """With arguments, results and exceptions (`Raised`) by rank."""
-        while len(self._processes) < size:
-            process, connection = self._started()
-            self._processes.append(process)
-            self._connections.append(connection)
+        self._start(size - len(self._processes))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -69,27 +67,30 @@ class RankPool:
             self._connections[rank].send_bytes(
                 pickle.dumps((rank, size, address, timeout_s, function, tuple(arguments[rank])))
             )
-        return [self._answer(rank, timeout_s) for rank in range(size)]
+        return [self._answer(rank, timeout_s) for rank in reversed(range(size))][::-1]
 
     def _answer(self, rank: int, timeout_s: float) -> Any:
+        """Of the last rank first: one that has died leaves the list."""
         if not self._connections[rank].poll(2 * timeout_s + TIMEOUT_S):
             self.close()
             raise AssertionError(f"rank {rank} gave no answer")
         try:
             return pickle.loads(self._connections[rank].recv_bytes())
         except EOFError:
-            self._processes[rank].wait()
-            self._processes[rank], self._connections[rank] = self._started()
+            self._processes.pop(rank).wait()
+            self._connections.pop(rank)
             return Raised("EOFError", "the process is gone")
 
-    def _started(self) -> tuple[subprocess.Popen, Connection]:
+    def _start(self, count: int) -> None:
+        """At the same time: each takes seconds to load torch."""
         host, port = self._listener.address
-        environment = dict(
-            os.environ, OMP_NUM_THREADS="1", POOL_KEY=self._key.hex(), PYTHONPATH=os.pathsep.join(sys.path)
-        )
+        own = dict(os.environ, OMP_NUM_THREADS="1", POOL_KEY=self._key.hex(), PYTHONPATH=os.pathsep.join(sys.path))
         command = [sys.executable, str(Path(__file__)), host, str(port)]
-        process = subprocess.Popen(command, env=environment)
-        return process, self._listener.accept()
+        started = {process.pid: process for process in (subprocess.Popen(command, env=own) for _ in range(count))}
+        for _ in range(count):
+            connection = self._listener.accept()
+            self._connections.append(connection)
+            self._processes.append(started[connection.recv()])
 
     def close(self) -> None:
         for connection in self._connections:
@@ -109,6 +110,7 @@ def _serve(host: str, port: int) -> None:
 
     settle(1)
     connection = Client((host, port), authkey=bytes.fromhex(os.environ["POOL_KEY"]))
+    connection.send(os.getpid())
     while True:
         try:
             rank, size, address, timeout_s, function, arguments = pickle.loads(connection.recv_bytes())

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from conformance import CLAIMS, one_process
+from conformance import CLAIMS
 from fsdp_backend import Fsdp
-from learner_cases import model_folder
+from learner_cases import learner, model_folder
 
 
 class OneProcess:
     """`PolicyLearner` as it is."""
 
     def run(self, function, *arguments):
-        return [one_process(function, *arguments)]
+        return [function(learner, *arguments)]
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.__name__)

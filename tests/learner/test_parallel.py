@@ -12,6 +12,8 @@ from conformance import all_equal, close
 from parallel_cases import CASES
 from rank_pool import Raised
 
+from nearpolicy.errors import ConfigError
+from nearpolicy.learner.sharding import require_offload_has_effect
 from nearpolicy.models.loading import load_policy
 from nearpolicy.models.weights import digests
 
@@ -38,7 +40,11 @@ def check_life(pool, name: str, folder: Path, ranks: int, replicas: int = 1) -> 
     assert first.pieces == right.pieces
     wide = CASES[name].dtype == torch.float32
     for mine, theirs in zip(first.metrics, right.metrics, strict=True):
-        close(mine, theirs, 1e-4 if wide else 5e-2)
+        if wide:
+            close(mine, theirs, 1e-4)
+        else:  # with 8 bits, only what is a mean over all tokens
+            named = [name for name in ("policy/loss", "policy/grad_norm", "critic/loss") if name in theirs]
+            close({name: mine[name] for name in named}, {name: theirs[name] for name in named}, 5e-2)
     # Adam turns a rounding of a gradient near 0 into up to one step of the rate; what has moved at all moved alike.
     change = (right.weights - first.weights).abs()
     assert change.max() <= (3e-3 if wide else 2e-2)
@@ -60,6 +66,13 @@ def test_two_ranks_live_as_one_process_does(name, rank_pool, tmp_path):
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_live_as_one_process_does(name, ranks, replicas, rank_pool, tmp_path):
     check_life(rank_pool, name, tmp_path, ranks, replicas)
+
+
+def test_an_offload_to_where_everything_is_already_is_refused():
+    require_offload_has_effect("optimizer", torch.device("cuda"))
+    require_offload_has_effect("none", torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"learner\.offload=optimizer .* on the CPU"):
+        require_offload_has_effect("optimizer", torch.device("cpu"))
 
 
 def test_one_rank_has_the_bits_of_a_process_without_any(rank_pool):
@@ -98,10 +111,14 @@ def test_a_loss_that_fails_on_one_rank_fails_on_all_and_they_go_on(failing, rank
     assert (stayed, version) == (True, 1)
 
 
+def test_a_bad_number_on_one_rank_is_named_by_all_and_nothing_is_trained(rank_pool):
+    said, stayed, version = all_equal(rank_pool.run(2, cases.a_bad_number_on_one_rank, 1))
+    assert said.startswith("NearpolicyError: learner rank 1: group 1, sample 0, token 0: its advantages is nan")
+    assert (stayed, version) == (True, 1)
+
+
 def test_ranks_with_different_batches_say_so(rank_pool):
-    assert "the ranks of the learner come with different rows of a step" in all_equal(
-        rank_pool.run(2, cases.another_batch)
-    )
+    assert "the ranks of the learner come with different batches" in all_equal(rank_pool.run(2, cases.another_batch))
 
 
 def test_what_fails_on_one_rank_inside_a_pass_is_said_by_all_within_the_timeout(rank_pool):
@@ -112,13 +129,7 @@ def test_what_fails_on_one_rank_inside_a_pass_is_said_by_all_within_the_timeout(
 
 def test_a_rank_that_does_not_come_is_named_after_the_timeout(rank_pool):
     said, _ = rank_pool.run(2, cases.does_not_come, 1)
-    assert said.startswith("StandstillError: learner rank 0: waited in step 0, at most 3 s, for rank 1, last seen in")
-
-
-def test_a_rank_that_dies_is_named(rank_pool):
-    said, gone = rank_pool.run_each(2, cases.dies, [(1,), (1,)])
-    assert said.startswith("StandstillError: learner rank 0: waited in step 0") and "rank 1" in said
-    assert gone == Raised("EOFError", "the process is gone")
+    assert said.startswith("StandstillError: learner rank 0: waited in step 0, at most 2 s, for rank 1, last seen in")
 
 
 @pytest.mark.parametrize("full", [0, 1])
@@ -134,3 +145,9 @@ def test_pieces_that_were_changed_are_not_loaded(rank_pool, tmp_path):
     said, stayed = all_equal(rank_pool.run(2, cases.torn_pieces, str(tmp_path)))
     assert "is not what was written" in said and "step-1" in said
     assert stayed
+
+
+def test_a_rank_that_dies_is_named(rank_pool):
+    said, gone = rank_pool.run_each(2, cases.dies, [(1,), (1,)])
+    assert said.startswith("StandstillError: learner rank 0: waited in step 0") and "rank 1" in said
+    assert gone == Raised("EOFError", "the process is gone")
