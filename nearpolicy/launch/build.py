@@ -8,7 +8,7 @@ start_learner policy, objective, optimizer, learner thread
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,12 +28,14 @@ from nearpolicy.launch.places import LearnerPlace
 from nearpolicy.launch.probe import Probe, Scoring
 from nearpolicy.launch.sizes import longest_sequence, role_threads
 from nearpolicy.learner.ranks import Together
+from nearpolicy.learner.sharding import require_offload_has_effect
 from nearpolicy.learner.step import PolicyLearner
 from nearpolicy.machine import num_cores
 from nearpolicy.models.device import pick_device
 from nearpolicy.models.loading import load_policy, resolve
 from nearpolicy.models.lora import LoraPolicy, target_layers
 from nearpolicy.models.numerics import FAST, Numerics, probe_model
+from nearpolicy.models.pieces import local
 from nearpolicy.models.policy import PolicyModel
 from nearpolicy.models.tokenizer import Renderer, generation_stop_ids, load_tokenizer, vocabulary_size
 from nearpolicy.models.value import ValueModel
@@ -246,7 +248,9 @@ def make_learner(
     ranks: Together | None = None,
 ) -> PolicyLearner:
     """Load the policy, and the reference and the critic if the objective has them."""
-    own = load_policy(language.folder, getattr(torch, config.model.dtype), pick_device(), known_to_fit=True)
+    device = pick_device()
+    require_offload_has_effect(config.learner.offload, device)
+    own = load_policy(language.folder, getattr(torch, config.model.dtype), device, known_to_fit=True)
     if config.learner.lora is not None:
         own = LoraPolicy(own.model, **config.learner.lora.model_dump(), seed=config.run.seed)
     value_model = None
@@ -407,19 +411,23 @@ def engine_memory(engine: Engine) -> dict[str, float]:
 
 
 def learner_memory(learner: PolicyLearner) -> dict[str, float]:
-    """The same of a learner."""
-    weights = sum(p.nbytes for p in learner.policy.parameters()) / MIB
+    """The same of a learner; of one of several ranks, what it holds itself."""
     trained = [p for p in learner.policy.parameters() if p.requires_grad]
+    weights = _held_mb(learner.policy.parameters())
     owners = {
         "learner: weights": weights,
-        "learner: gradients": sum(p.nbytes for p in trained) / MIB,
-        "learner: AdamW": 2 * sum(4 * p.numel() for p in trained) / MIB,
+        "learner: gradients": _held_mb(trained),
+        "learner: AdamW": 2 * sum(4 * local(p).numel() for p in trained) / MIB,
     }
     if learner.reference is not None and learner.reference.model is not learner.policy.model:
-        owners["learner: reference"] = sum(p.nbytes for p in learner.reference.parameters()) / MIB
+        owners["learner: reference"] = _held_mb(learner.reference.parameters())
     if learner.critic is not None:
         critic = list(learner.critic.model.parameters())
-        owners["critic: weights"] = own = sum(p.nbytes for p in critic) / MIB
-        owners["critic: AdamW"] = 2 * sum(4 * p.numel() for p in critic) / MIB
+        owners["critic: weights"] = own = _held_mb(critic)
+        owners["critic: AdamW"] = 2 * sum(4 * local(p).numel() for p in critic) / MIB
         owners["learner: gradients"] = max(weights, own)
     return owners
+
+
+def _held_mb(parameters: Iterable[torch.Tensor]) -> float:
+    return sum(local(p).nbytes for p in parameters) / MIB

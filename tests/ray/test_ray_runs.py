@@ -125,7 +125,7 @@ def test_roles_that_take_turns_give_what_they_give_side_by_side(actors, bound):
     settings = (f"queue.max_staleness={bound}", "generator.replicas=2", "learner.ranks=2", "runtime=ray")
     if bound == 0:
         train("apart", *settings)
-    train("together", "runtime.placement=colocated", "learner.offload=optimizer", *settings)
+    train("together", "runtime.placement=colocated", *settings)
     require_whole("together", bound=bound, steps=3)
     assert bound or fingerprints("together") == fingerprints("apart")
 
