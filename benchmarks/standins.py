@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from nearpolicy.errors import EngineError
+from nearpolicy.generator.host import LOADS_EVERY_S
 from nearpolicy.generator.wire import pack_placed, pack_told, unpack_placed, unpack_told
 from nearpolicy.records import Batch, Finish, Prompt, Rollout, Row, StepReport, Verdict, VersionRecord
 from nearpolicy.roles import Capabilities, Completion, Load, Placed, Told, Weights
@@ -130,7 +131,7 @@ class StandInHost:
         self._done: list[tuple[int, Completion]] = []
         self._events: list[tuple[int, str, Mapping[str, Any]]] = []
         self._news = asyncio.Event()
-        self._answered_at = 0.0
+        self._answered_at = self._loads_at = 0.0
         self._ticking: asyncio.Task[None] | None = None
         self._paused = self._dead = False
 
@@ -171,7 +172,10 @@ class StandInHost:
             self._answered_at = time.monotonic()
             done, self._done = self._done, []
             events, self._events = self._events, []
-            loads = {place: replica.load(self._law.slots) for place, replica in enumerate(self._replicas)}
+            loads = {}
+            if self._answered_at - self._loads_at >= LOADS_EVERY_S:
+                self._loads_at = self._answered_at
+                loads = {place: replica.load(self._law.slots) for place, replica in enumerate(self._replicas)}
             return Told(completions=done, events=events, loads=loads)
 
     async def pause(self) -> None:

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +25,8 @@ from nearpolicy.models.weights import require_held
 from nearpolicy.records import Finish
 from nearpolicy.roles import Capabilities, Completion, Generator, Load, Placed, Request, Told, Weights
 
+LOADS_EVERY_S = 0.25
+"""How often the loads are told. Room is counted by the fleet itself; rates and lengths move slowly."""
 POLL_S = 1.0
 """How long `collect` waits for something to tell."""
 EVENTS_AT_MOST = 10_000
@@ -47,8 +51,8 @@ class Host:
         """``replicas``: each is made with what takes its events."""
         self.name = name
         self.num_replicas = len(replicas)
-        self._events: deque[tuple[int, str, Mapping[str, Any]]] = deque(maxlen=EVENTS_AT_MOST)
-        self.replicas = [make(self._sink(place)) for place, make in enumerate(replicas)]
+        self._events = Events()
+        self.replicas = [make(partial(self._events.tell, place)) for place, make in enumerate(replicas)]
         self._poll_s = poll_s
         self._tasks: dict[int, asyncio.Task[None]] = {}
         """By ticket."""
@@ -57,7 +61,7 @@ class Host:
         self._done: list[tuple[int, Completion]] = []
         self._news = asyncio.Event()
         self._idle = asyncio.Event()
-        self._answered_at = 0.0
+        self._answered_at = self._loads_at = 0.0
         self._error: NearpolicyError | None = None
 
     async def submit_many(self, placed: Sequence[Placed]) -> None:
@@ -94,8 +98,11 @@ class Host:
             self._require_whole()  # what ended before the error is told before it
         if self._error is not None:
             self._news.set()
-        events = [self._events.popleft() for _ in range(len(self._events))]
-        loads = {place: replica.workload() for place, replica in enumerate(self.replicas)}
+        events = self._events.take()
+        loads = {}
+        if self._answered_at - self._loads_at >= LOADS_EVERY_S:
+            self._loads_at = self._answered_at
+            loads = {place: replica.workload() for place, replica in enumerate(self.replicas)}
         return Told(completions=done, loads=loads, events=events)
 
     async def pause(self) -> None:
@@ -150,11 +157,40 @@ class Host:
         if self._error is not None:
             raise type(self._error)(*self._error.args) from self._error
 
-    def _sink(self, place: int) -> OnEvent:
-        def take(kind: str, **fields: Any) -> None:
-            self._events.append((place, kind, fields))
 
-        return take
+class Events:
+    """What replicas tell, from any thread, until somebody takes it. Decode steps come thousands a second: those of one
+    replica that follow one another under one version are told as one, with their number (``steps``)."""
+
+    def __init__(self) -> None:
+        self._told: deque[tuple[int, str, dict[str, Any]]] = deque(maxlen=EVENTS_AT_MOST)
+        self._last: dict[int, dict[str, Any]] = {}
+        """By replica: the fields of its last event, if that was of decode steps."""
+        self._lock = threading.Lock()
+
+    def tell(self, place: int, kind: str, **fields: Any) -> None:
+        with self._lock:
+            last = self._last.get(place)
+            if kind != "decode_step":
+                self._last.pop(place, None)
+            elif last is not None and last.get("version") == fields.get("version"):
+                for name in ("batch", "context_sum", "ms", "sampled", "seconds"):
+                    last[name] += fields[name]
+                last["steps"] += 1
+                last["batch_max"] = max(last["batch_max"], fields["batch"])
+                last["running"] = fields["running"]
+                return
+            else:
+                fields |= {"steps": 1, "batch_max": fields["batch"]}
+                self._last[place] = fields
+            self._told.append((place, kind, fields))
+
+    def take(self) -> list[tuple[int, str, Mapping[str, Any]]]:
+        with self._lock:
+            taken = list(self._told)
+            self._told.clear()
+            self._last.clear()
+            return taken
 
 
 def weakest(found: Sequence[Capabilities]) -> Capabilities:
