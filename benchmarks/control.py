@@ -29,7 +29,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ from nearpolicy.machine import collect_garbage_rarely
 from nearpolicy.objectives.assign import assign_advantages
 from nearpolicy.objectives.config import ObjectiveConfig
 from nearpolicy.pipeline import Next, Pipeline
-from nearpolicy.records import Fate, StepReport
+from nearpolicy.records import Fate, StepReport, VersionRecord
 from nearpolicy.roles import Load, Member, Request, Sampling
 from nearpolicy.rollout_queue.ledger import Ledger
 from nearpolicy.rollout_queue.queue import StalenessBoundedQueue
@@ -80,9 +80,20 @@ def law_of(size: str, generators: int) -> Law:
 class Controlled:
     """A run over stand-ins, and what it took."""
 
-    def __init__(self, folder: Path, members: Sequence[Member], size: str, steps: int) -> None:
-        n, tokens = SIZES[size]
-        self._members, self._steps = members, steps
+    def __init__(
+        self,
+        folder: Path,
+        members: Sequence[Member],
+        size: tuple[int, int],
+        steps: int,
+        *,
+        per_step: int = PER_STEP,
+        after_step: Callable[[Controlled, int], Awaitable[None]] | None = None,
+    ) -> None:
+        """``size``: rollouts of a group, and tokens of each on average. ``after_step`` is told how many there were."""
+        n, tokens = size
+        self._members, self._steps, self._per_step = members, steps, per_step
+        self._and_then = after_step
         self._marks: list[dict[str, float]] = []
         self._late: list[float] = []
         self._store = SqliteStore.create(create_run_folder("", directory=folder), config={})
@@ -90,12 +101,11 @@ class Controlled:
             self._store, wall_anchor=self._store.wall_anchor, metrics=MetricsWriter(self._store.folder.metrics)
         )
         tell = self._telemetry.event
-        self._fleet = Fleet(members, on_event=partial(tell, "generator"))
-        learner = StandInLearner()
-        self._publisher = Publisher(learner, self._fleet.links, timeout_s=30.0, on_event=partial(tell, "sync"))
+        self.fleet = Fleet(members, on_event=partial(tell, "generator"))
+        self.learner = StandInLearner()
         environment = Bounded(
             SingleTurn(
-                self._fleet,
+                self.fleet,
                 StandInVerifier(tell),
                 render=lambda prompt: PROMPT,
                 decode=lambda ids: "The answer is 4.",
@@ -112,37 +122,46 @@ class Controlled:
         objective = ObjectiveConfig()
         self._pipeline = Pipeline(
             queue=StalenessBoundedQueue(
-                Ledger(prompts_per_step=PER_STEP, max_staleness=STALENESS, order="admission"),
+                Ledger(prompts_per_step=per_step, max_staleness=STALENESS, order="admission"),
                 StandInPrompts(),
                 self._store,
                 seed=0,
-                num_groups=steps * PER_STEP,
+                num_groups=steps * per_step,
                 give_up=environment.give_up,
                 on_event=partial(tell, "queue"),
             ),
             environment=environment,
-            learner=learner,
-            weights=self._publisher,
+            learner=self.learner,
+            weights=self,
             store=self._store,
             telemetry=self._telemetry,
             assemble=lambda groups, step: assign_advantages(groups, objective),
             after_step=self._after_step,
             num_steps=steps,
-            prompts_per_step=PER_STEP,
-            num_slots=IN_FLIGHT,
+            prompts_per_step=per_step,
+            num_slots=per_step * (STALENESS + 1),
         )
 
-    async def run(self) -> dict[str, Any]:
-        await self._publisher.publish()
+    async def run(self) -> None:
+        """To the end; every group is consumed once, in order, and every token has a fate."""
+        await self.publish()
         watch = asyncio.create_task(self._watch())
         await self._pipeline.run()
         watch.cancel()
-        await self._fleet.close()
+        await self.fleet.close()
         self._telemetry.close()
         self._store.close()
         self._require_all_recorded()
+
+    async def publish(self) -> VersionRecord:
+        """To the members that are there now."""
+        tell = partial(self._telemetry.event, "sync")
+        return await Publisher(self.learner, self.fleet.links, timeout_s=30.0, on_event=tell).publish()
+
+    def took(self) -> dict[str, Any]:
+        """What it cost while all slots were in use."""
         first, last = self._marks[STALENESS + 1], self._marks[-STALENESS - 3]
-        groups = (last["step"] - first["step"]) * PER_STEP
+        groups = (last["step"] - first["step"]) * self._per_step
         took = {name: last[name] - first[name] for name in first}
         late = sorted(self._late)
         return {
@@ -163,10 +182,12 @@ class Controlled:
                 "process_s": time.process_time(),
                 "thread_s": time.thread_time(),
                 "standins_s": sum(getattr(member, "own_s", 0.0) for member in self._members),
-                "calls": self._fleet.calls,
+                "calls": self.fleet.calls,
                 "others_s": others_s(),
             }
         )
+        if self._and_then is not None:
+            await self._and_then(self, report.version)
         return Next(report.version)
 
     async def _watch(self) -> None:
@@ -176,11 +197,11 @@ class Controlled:
             self._late.append(time.monotonic() - begin - 0.01)
 
     def _require_all_recorded(self) -> None:
-        """Every group was consumed once, in order, and every token has a fate."""
         with RunReader(self._store.folder.path) as run:
             consumed, ledger = [place.admission for place in run.consumption()], run.ledger()
-        if consumed != list(range(self._steps * PER_STEP)):
-            raise SystemExit(f"{len(consumed)} groups were consumed of {self._steps * PER_STEP}, or out of order")
+        wanted = self._steps * self._per_step
+        if consumed != list(range(wanted)):
+            raise SystemExit(f"{len(consumed)} groups were consumed of {wanted}, or out of order")
         if set(ledger) - {Fate.TRAINED, Fate.ZERO_ADVANTAGE}:
             raise SystemExit(f"tokens have other fates than expected: {ledger}")
 
@@ -216,7 +237,9 @@ def in_process(size: str, generators: int, steps: int) -> dict[str, Any]:
     async def play(folder: str) -> dict[str, Any]:
         hosts = [StandInHost(f"host {i}", generators // 8, law_of(size, generators)) for i in range(8)]
         try:
-            return await Controlled(Path(folder), hosts, size, steps).run()
+            run = Controlled(Path(folder), hosts, SIZES[size], steps)
+            await run.run()
+            return run.took()
         finally:
             for host in hosts:
                 host.close()
@@ -229,7 +252,9 @@ def on_ray(size: str, hosts: int, each: int, steps: int) -> dict[str, Any]:
     async def play(folder: str) -> dict[str, Any]:
         members = [RayHost(f"host {i}", each, law_of(size, hosts * each)) for i in range(hosts)]
         try:
-            return await Controlled(Path(folder), members, size, steps).run()
+            run = Controlled(Path(folder), members, SIZES[size], steps)
+            await run.run()
+            return run.took()
         finally:
             for member in members:
                 member.close()

@@ -584,14 +584,15 @@ class Link:
         return shown
 
     async def ask(self, call: Any) -> Any:
-        """The answer to a call. What is raised on purpose is the caller's; anything else means that it is lost."""
+        """The answer to a call. An `EngineError`, and anything that is not raised on purpose, means that it is lost;
+        the rest (weights that do not fit) is the caller's."""
         self.start()
         self._fleet.calls += 1
         try:
             return await call
-        except NearpolicyError:
-            raise
         except Exception as error:
+            if isinstance(error, NearpolicyError) and not isinstance(error, EngineError):
+                raise
             self._fleet.lost(self, described(error))
             raise EngineError(f"{self.member.name} was lost: {described(error)}") from error
 
