@@ -47,4 +47,4 @@ def test_a_run_whose_members_die_join_and_leave_trains_every_group_once(tmp_path
         told = {kind: [e.numbers["name"] for e in run.events(kind)] for kind in ("join", "lost", "leave")}
         assert told == {"join": [*(h.name for h in hosts), "spare"], "lost": ["host 0"], "leave": ["host 1"]}
         assert len(run.steps()) == STEPS
-    assert usage["generator/replicas"] == 6 and usage["utilisation/generator_4"] > 0
+    assert usage["generator/replicas"] == 6
