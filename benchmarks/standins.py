@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 
 from nearpolicy.errors import EngineError
+from nearpolicy.generator.host import LOADS_EVERY_S
+from nearpolicy.generator.wire import pack_placed, pack_told, unpack_placed, unpack_told
 from nearpolicy.records import Batch, Finish, Prompt, Rollout, Row, StepReport, Verdict, VersionRecord
 from nearpolicy.roles import Capabilities, Completion, Load, Placed, Told, Weights
 
@@ -129,7 +131,7 @@ class StandInHost:
         self._done: list[tuple[int, Completion]] = []
         self._events: list[tuple[int, str, Mapping[str, Any]]] = []
         self._news = asyncio.Event()
-        self._answered_at = 0.0
+        self._answered_at = self._loads_at = 0.0
         self._ticking: asyncio.Task[None] | None = None
         self._paused = self._dead = False
 
@@ -170,7 +172,10 @@ class StandInHost:
             self._answered_at = time.monotonic()
             done, self._done = self._done, []
             events, self._events = self._events, []
-            loads = {place: replica.load(self._law.slots) for place, replica in enumerate(self._replicas)}
+            loads = {}
+            if self._answered_at - self._loads_at >= LOADS_EVERY_S:
+                self._loads_at = self._answered_at
+                loads = {place: replica.load(self._law.slots) for place, replica in enumerate(self._replicas)}
             return Told(completions=done, events=events, loads=loads)
 
     async def pause(self) -> None:
@@ -257,6 +262,69 @@ async def _wait(event: asyncio.Event, limit_s: float) -> None:
             await event.wait()
     except TimeoutError:
         pass
+
+
+class RayHost:
+    """Implements `nearpolicy.roles.Member`: a `StandInHost` in an actor of its own; messages go packed."""
+
+    def __init__(self, name: str, num_replicas: int, law: Law) -> None:
+        import ray
+
+        self.name, self.num_replicas = name, num_replicas
+        self._actor = ray.remote(num_cpus=0, max_concurrency=16)(_HostActor).remote(name, num_replicas, law)
+        self._capabilities = ray.get(self._actor.capabilities.remote(), timeout=120)
+
+    async def submit_many(self, placed: Sequence[Placed]) -> None:
+        await self._actor.submit_many.remote(pack_placed(placed))
+
+    async def abort_many(self, tickets: Sequence[int]) -> None:
+        await self._actor.abort_many.remote(list(tickets))
+
+    async def collect(self, spacing_s: float) -> Told:
+        return unpack_told(await self._actor.collect.remote(spacing_s))
+
+    async def pause(self) -> None:
+        await self._actor.pause.remote()
+
+    async def resume(self) -> None:
+        await self._actor.resume.remote()
+
+    async def load(self, weights: Weights) -> Mapping[str, str]:
+        return await self._actor.load.remote(weights)
+
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def close(self) -> None:
+        import ray
+
+        ray.kill(self._actor)
+
+
+class _HostActor:
+    def __init__(self, name: str, num_replicas: int, law: Law) -> None:
+        self._host = StandInHost(name, num_replicas, law)
+
+    async def submit_many(self, placed: bytes) -> None:
+        await self._host.submit_many(unpack_placed(placed))
+
+    async def abort_many(self, tickets: list[int]) -> None:
+        await self._host.abort_many(tickets)
+
+    async def collect(self, spacing_s: float) -> bytes:
+        return pack_told(await self._host.collect(spacing_s))
+
+    async def pause(self) -> None:
+        await self._host.pause()
+
+    async def resume(self) -> None:
+        await self._host.resume()
+
+    async def load(self, weights: Weights) -> Mapping[str, str]:
+        return await self._host.load(weights)
+
+    async def capabilities(self) -> Capabilities:
+        return self._host.capabilities()
 
 
 class StandInLearner:

@@ -41,6 +41,8 @@ CALLS_PER_S = 100.0
 """Answers that all members together give in a second. Each costs the controller about a millisecond."""
 SPACING_S = 0.25
 """Never more seldom than this while there is something to tell."""
+GIVES_BACK_S = 10.0
+"""What a member that leaves gets to hand over what it has not ended."""
 GATHERS_S = 0.002
 """How long requests that keep coming are gathered."""
 RETRIES = 3
@@ -165,7 +167,7 @@ class Fleet:
 
     async def leave(self, link: Link, *, within_s: float = 30.0) -> None:
         """The member gets nothing more, ends what it has within this time, and gives the rest back, which goes on
-        elsewhere. It does not belong to the fleet when this returns."""
+        elsewhere, from its tokens where that is possible. It does not belong to the fleet when this returns."""
         if not link.is_there:
             return
         link.is_leaving = True
@@ -179,7 +181,7 @@ class Fleet:
                 if link.placements and link.is_there:
                     await link.abort(list(link.placements))
                     with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(within_s):
+                        async with asyncio.timeout(GIVES_BACK_S):
                             await link.until_empty()
         finally:
             self._remove(link, "leave", reason="it left")
@@ -232,6 +234,7 @@ class Fleet:
             asked.is_aborted = True
             if asked.link is None:
                 self._end_missing(asked, Finish.ABORTED)
+                self._plan_flush()  # its lane may wait for nothing now
             else:
                 sent.append(asked.link.abort([asked.ticket]))
         await asyncio.gather(*sent)
@@ -439,6 +442,7 @@ class Fleet:
     def _forget(self, asked: _Asked) -> None:
         """Nobody waits for it any more."""
         del self._asked[asked.request.id]
+        self._plan_flush()
         if asked.link is not None and (placement := asked.link.placements.get(asked.ticket)) is not None:
             placement.asked = None
             asked.link.abort([asked.ticket])
@@ -589,14 +593,15 @@ class Link:
         return shown
 
     async def ask(self, call: Any) -> Any:
-        """The answer to a call. What is raised on purpose is the caller's; anything else means that it is lost."""
+        """The answer to a call. An `EngineError`, and anything that is not raised on purpose, means that it is lost;
+        the rest (weights that do not fit) is the caller's."""
         self.start()
         self._fleet.calls += 1
         try:
             return await call
-        except NearpolicyError:
-            raise
         except Exception as error:
+            if isinstance(error, NearpolicyError) and not isinstance(error, EngineError):
+                raise
             self._fleet.lost(self, described(error))
             raise EngineError(f"{self.member.name} was lost: {described(error)}") from error
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,6 +26,8 @@ from nearpolicy.models.weights import require_held
 from nearpolicy.records import Finish
 from nearpolicy.roles import Capabilities, Completion, Generator, Load, Placed, Request, Told, Weights
 
+LOADS_EVERY_S = 0.25
+"""How often the loads are told. Room is counted by the fleet itself; rates and lengths move slowly."""
 POLL_S = 1.0
 """How long `collect` waits for something to tell."""
 EVENTS_AT_MOST = 10_000
@@ -48,9 +52,8 @@ class Host:
         """``replicas``: each is made with what takes its events."""
         self.name = name
         self.num_replicas = len(replicas)
-        self._events: deque[tuple[float, int, str, dict[str, Any]]] = deque(maxlen=EVENTS_AT_MOST)
-        """With the time of each, by this machine's clock."""
-        self.replicas = [make(self._sink(place)) for place, make in enumerate(replicas)]
+        self._events = Events()
+        self.replicas = [make(partial(self._events.tell, place)) for place, make in enumerate(replicas)]
         self._poll_s = poll_s
         self._tasks: dict[int, asyncio.Task[None]] = {}
         """By ticket."""
@@ -59,7 +62,7 @@ class Host:
         self._done: list[tuple[int, Completion]] = []
         self._news = asyncio.Event()
         self._idle = asyncio.Event()
-        self._answered_at = 0.0
+        self._answered_at = self._loads_at = 0.0
         self._error: NearpolicyError | None = None
 
     async def submit_many(self, placed: Sequence[Placed]) -> None:
@@ -96,10 +99,11 @@ class Host:
             self._require_whole()  # what ended before the error is told before it
         if self._error is not None:
             self._news.set()
-        told = [self._events.popleft() for _ in range(len(self._events))]
-        sent = time.monotonic()
-        events = [(place, kind, fields | {"ago": sent - at}) for at, place, kind, fields in told]
-        loads = {place: replica.workload() for place, replica in enumerate(self.replicas)}
+        events = self._events.take()
+        loads = {}
+        if self._answered_at - self._loads_at >= LOADS_EVERY_S:
+            self._loads_at = self._answered_at
+            loads = {place: replica.workload() for place, replica in enumerate(self.replicas)}
         return Told(completions=done, loads=loads, events=events)
 
     async def pause(self) -> None:
@@ -157,11 +161,55 @@ class Host:
         if self._error is not None:
             raise type(self._error)(*self._error.args) from self._error
 
-    def _sink(self, place: int) -> OnEvent:
-        def take(kind: str, **fields: Any) -> None:
-            self._events.append((time.monotonic(), place, kind, fields))
 
-        return take
+class Events:
+    """What replicas tell, from any thread, until somebody takes it. Decode steps come thousands a second: those of one
+    replica that follow one another under one version are told as one, with their number (``steps``)."""
+
+    def __init__(self) -> None:
+        self._told: deque[_Told] = deque(maxlen=EVENTS_AT_MOST)
+        self._last: dict[int, _Told] = {}
+        """By replica: its last event, if that was of decode steps."""
+        self._lock = threading.Lock()
+
+    def tell(self, place: int, kind: str, **fields: Any) -> None:
+        with self._lock:
+            told, last = _Told(time.monotonic(), place, kind, fields), self._last.get(place)
+            if kind != "decode_step":
+                self._last.pop(place, None)
+            elif last is not None and last.fields.get("version") == fields.get("version"):
+                last.add(told)
+                return
+            else:
+                fields |= {"steps": 1, "batch_max": fields["batch"]}
+                self._last[place] = told
+            self._told.append(told)
+
+    def take(self) -> list[tuple[int, str, Mapping[str, Any]]]:
+        with self._lock:
+            taken = list(self._told)
+            self._told.clear()
+            self._last.clear()
+        now = time.monotonic()
+        return [(told.place, told.kind, told.fields | {"ago": now - told.at}) for told in taken]
+
+
+@dataclass(slots=True)
+class _Told:
+    at: float
+    """By this machine's clock, which is not the controller's."""
+    place: int
+    kind: str
+    fields: dict[str, Any]
+
+    def add(self, later: _Told) -> None:
+        """One more decode step."""
+        for name in ("batch", "context_sum", "ms", "sampled", "seconds"):
+            self.fields[name] += later.fields[name]
+        self.fields["steps"] += 1
+        self.fields["batch_max"] = max(self.fields["batch_max"], later.fields["batch"])
+        self.fields["running"] = later.fields["running"]
+        self.at = later.at
 
 
 def weakest(found: Sequence[Capabilities]) -> Capabilities:

@@ -71,6 +71,10 @@ class Runtime(Protocol):
 
     def meter(self, language: Language, tell: Callable[..., None]) -> Meter: ...
 
+    def usage(self) -> dict[str, float]:
+        """Metrics of single generators since the last call, where there may be several."""
+        ...
+
     async def memory(self) -> dict[str, float]:
         """MiB by owner, of what is held for the whole run."""
         ...
@@ -147,6 +151,9 @@ class InlineRuntime:
         config, model = self._config, self._model
         bound = bound_of(model.mode, model.policy, narrow=config.generator.weights != "same")
         return build.make_meter(config, language, self.generator, self.generator, self.learner, bound, tell, self._say)
+
+    def usage(self) -> dict[str, float]:
+        return {}
 
     async def memory(self) -> dict[str, float]:
         from nearpolicy.launch import build

@@ -592,7 +592,7 @@ class Session:
         metrics |= self.verifier.flip_rates() | self.alarms.further(metrics)
         if self.queue.may_admit_fewer:
             metrics["queue/slots"] = float(self.queue.slots)
-        metrics |= ledger_metrics(self.store.ledger())
+        metrics |= ledger_metrics(self.store.ledger()) | self.runtime.usage()
         metrics |= self.meter.probed()
         self.meter.observe(metrics)
         metrics |= {f"utilisation/{role}": seconds / metrics["time/step_s"] for role, seconds in busy.items()}

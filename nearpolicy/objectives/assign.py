@@ -64,8 +64,9 @@ def assign_advantages(
         for rollout, reward in zip(group.rollouts, rewards_G, strict=True):
             cut = is_masked(rollout, config)
             for k, segment in enumerate(rollout.segments):
-                trained = segment.mask & (reward is not None and not cut)
+                trained = segment.mask if reward is not None and not cut else np.zeros(len(segment.mask), bool)
                 values = np.where(trained, tokens(group.index, rollout.sample, k, segment), 0.0)
+                values.setflags(write=False)  # nobody else has it: a row takes it as it is
                 rows.append(
                     Row(group=group.index, sample=rollout.sample, segment=segment, trained=trained, advantages=values)
                 )

@@ -149,7 +149,7 @@ class SqliteStore:
         packages: Mapping[str, str] | None = None,
         sync: str = "normal",
         retention: Retention | None = None,
-        max_pending: int = 1024,
+        max_pending: int = 8192,
         stall_s: float = 120.0,
     ) -> SqliteStore:
         """A new store in an existing folder that holds none."""
@@ -181,7 +181,7 @@ class SqliteStore:
         *,
         sync: str = "normal",
         retention: Retention | None = None,
-        max_pending: int = 1024,
+        max_pending: int = 8192,
         stall_s: float = 120.0,
     ) -> SqliteStore:
         """The store of a run that goes on."""

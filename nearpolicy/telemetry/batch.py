@@ -17,8 +17,8 @@ def token_fates(batch: Batch, report: StepReport) -> dict[tuple[int, int], dict[
         if row.replayed:
             continue
         counts = fates.setdefault((row.group, row.sample), {})
-        trained = int(row.trained.sum())
-        useful = int((row.trained & (row.advantages != 0)).sum())
+        trained = int(np.count_nonzero(row.trained))
+        useful = int(np.count_nonzero(row.advantages[row.trained]))
         for fate, count in (
             (Fate.TRAINED, useful),
             (Fate.ZERO_ADVANTAGE, trained - useful),

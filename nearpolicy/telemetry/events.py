@@ -28,7 +28,12 @@ EVENT_KINDS: Mapping[str, tuple[str, str, str]] = {
     # kind: (role that tells it, its numbers, meaning); * marks kinds that span time
     "admit": ("queue", "", "a prompt got an index and a slot"),
     "prefill": ("generator", "tokens, sampled", "* prompt tokens computed, maybe beside running sequences"),
-    "decode_step": ("generator", "batch, context_sum, ms, sampled, running", "* one token for each running sequence"),
+    "decode_step": (
+        "generator",
+        "batch, context_sum, ms, sampled, running",
+        "* one token for each running sequence; sums over so many steps and their largest batch, if they come together "
+        "(steps, batch_max)",
+    ),
     "decode": ("generator", "steps, batch_sum, batch_max, context_sum, ms, sampled", "* a bunch of decode steps"),
     "swap": ("generator", "", "* the generator moved to other weights"),
     "finish": ("generator", "tokens, reason", "a sequence ended"),
@@ -240,9 +245,9 @@ class Recorder:
         if bunch is None:
             bunch = self._bunches[where] = _Bunch(version, start=end - numbers["ms"] / 1000, end=end)
         bunch.end = end
-        bunch.steps += 1
+        bunch.steps += int(numbers.get("steps", 1))
         bunch.batch_sum += int(numbers["batch"])
-        bunch.batch_max = max(bunch.batch_max, int(numbers["batch"]))
+        bunch.batch_max = max(bunch.batch_max, int(numbers.get("batch_max", numbers["batch"])))
         bunch.context_sum += int(numbers["context_sum"])
         bunch.ms += float(numbers["ms"])
         bunch.sampled += int(numbers["sampled"])

@@ -324,6 +324,20 @@ def test_a_request_that_nobody_can_take_waits_under_a_name_and_then_fails():
     playing(scene, patience_s=0.01)
 
 
+def test_nobody_waits_under_a_name_for_a_request_that_was_aborted_or_left():
+    async def scene(stage):
+        stage.ask(0), stage.ask(1)
+        await stage.settle()
+        assert [wait.what for wait in waits() if wait.who == "requests"] == ["a generator"]
+        await stage.fleet.abort(["0"])
+        stage.tasks["1"].cancel()
+        await stage.settle()
+        assert stage.finishes(0) == [Finish.ABORTED] * 2
+        assert not [wait for wait in waits() if wait.who == "requests"]
+
+    playing(scene)
+
+
 def test_a_request_pinned_to_a_version_that_is_over_fails_at_once():
     async def scene(stage):
         stage.join(FakeMember(), holds=(0, 5))

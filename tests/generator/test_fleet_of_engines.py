@@ -70,7 +70,7 @@ async def completed(fleet: Fleet, wanted: list[Request]) -> Outcome:
 
 
 def test_tokens_do_not_depend_on_the_number_of_replicas_and_members():
-    for layout in ([1], [1, 1], [2, 1], [3]):
+    for layout in ([1], [1, 1], [2, 1]):
         hosts = [make_host(f"m{i}", replicas) for i, replicas in enumerate(layout)]
 
         async def scene(fleet, *links):

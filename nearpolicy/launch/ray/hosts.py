@@ -24,7 +24,7 @@ from nearpolicy.config import RunConfig
 from nearpolicy.launch.ray.calls import Answer, Diary, Events, Place, answered, failure, here
 from nearpolicy.launch.ray.learner import without_segments
 from nearpolicy.machine import prepare_environment
-from nearpolicy.roles import Placed, Shipment, Told, Weights
+from nearpolicy.roles import Shipment, Weights
 
 if TYPE_CHECKING:
     from nearpolicy.generator.host import Host
@@ -146,14 +146,18 @@ class GeneratorHost(_Role):
         self._host = Host(self._name, [replica])
         return self._host.capabilities()
 
-    async def submit_many(self, placed: Sequence[Placed]) -> None:
-        await self._host.submit_many(placed)
+    async def submit_many(self, placed: bytes) -> None:
+        from nearpolicy.generator.wire import unpack_placed
+
+        await self._host.submit_many(unpack_placed(placed))
 
     async def abort_many(self, tickets: Sequence[int]) -> None:
         await self._host.abort_many(tickets)
 
-    async def collect(self, spacing_s: float) -> Told:
-        return await self._host.collect(spacing_s)
+    async def collect(self, spacing_s: float) -> bytes:
+        from nearpolicy.generator.wire import pack_told
+
+        return pack_told(await self._host.collect(spacing_s))
 
     async def pause(self) -> None:
         await self._host.pause()

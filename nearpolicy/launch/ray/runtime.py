@@ -288,6 +288,9 @@ class RayRuntime:
             config, language, self.generator, _AnyMember(self._fleet), self.learner, self._bound, tell, self._say
         )
 
+    def usage(self) -> dict[str, float]:
+        return self._fleet.usage()
+
     async def memory(self) -> dict[str, float]:
         """Of the first generator and the first rank."""
         engine, learner = await asyncio.gather(self._generators[0].do.remote("memory"), self._learner.memory())
