@@ -16,6 +16,7 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -60,17 +61,24 @@ def keep_freed_memory(largest: int) -> None:
         mallopt(_M_ARENA_MAX, 1)  # what one role's thread has freed serves the others
 
 
-def collect_garbage_rarely() -> None:
+def collect_garbage_rarely() -> Callable[[], None]:
     """For a process that directs a run, once it is set up: look for cycles of garbage every 50,000 objects, not every
     700, and leave alone what is there now.
 
     Thousands of groups in flight are millions of objects that are no garbage, and hardly any belongs to a cycle:
-    looking took 45 % of the controller's time (`python -m benchmarks.control`)."""
+    looking took 45 % of the controller's time (`python -m benchmarks.control`). What is returned undoes it."""
     import gc
 
+    before = gc.get_threshold()
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+
+    def as_before() -> None:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+    return as_before
 
 
 def prepared_too_late() -> bool:

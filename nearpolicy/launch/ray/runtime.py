@@ -30,6 +30,7 @@ from nearpolicy.launch.ray.learner import LearnerRanks
 from nearpolicy.launch.ray.transports import chosen
 from nearpolicy.launch.ray.verifiers import Demand, VerifierPools
 from nearpolicy.launch.runtime import Functions, RunVerifier, Say
+from nearpolicy.machine import collect_garbage_rarely
 from nearpolicy.placement import Rooms
 from nearpolicy.verifier.service import OnEvent, VerifierService
 from nearpolicy.waits import waiting
@@ -62,6 +63,7 @@ class RayRuntime:
         self._verifiers: dict[int, Any] = {}
         self._ranks_are_used = False
         self._fleet: Fleet | None = None
+        self._garbage_as_before: Callable[[], None] = lambda: None
         self._joining: set[asyncio.Task[None]] = set()
 
     @property
@@ -200,6 +202,7 @@ class RayRuntime:
 
         for place in range(config.generator.replicas, config.generator.most):
             self._keep(self._add(place))
+        self._garbage_as_before = collect_garbage_rarely()
 
     async def _member(self, place: int, actor: Any) -> GeneratorMember:
         name = _name(place)
@@ -298,6 +301,8 @@ class RayRuntime:
 
     async def stop(self) -> None:
         fleet, self._fleet = self._fleet, None
+        if fleet is not None:
+            self._garbage_as_before()
         for task in self._joining:
             task.cancel()
         await asyncio.gather(*self._joining, return_exceptions=True)
