@@ -186,23 +186,50 @@ class Publisher:
     async def catch_up(self, name: str) -> bool:
         """Give a member that is behind the present version; whether it has it now. Never raises for the member. A
         publication that goes on is let end first, since it may bring the version; one that begins meanwhile takes over.
+
+        Where the version is not to be had any more (a collective, a learner that died) the learner is asked for it
+        again, and has it unless it has gone on; the member then gets the next one.
         """
         await self._idle.wait()
         member, weights = self._members.get(name), self._present
         if member is None or self.may_sample(name):
             return member is not None
+        is_lost = True
         if weights is None:
-            member.reason = "nothing has been published yet"
-        elif weights.shipment is None or weights.shipment.transport not in FETCHED:
-            member.reason = f"version {weights.record.version} can only be had with the others; it gets the next one"
-        else:
-            await self._start(member, weights)
-            mine = member.loading
-            await asyncio.wait([mine], timeout=self._timeout_s * 2 + _TO_STOP_S)
-            if member.loading is mine:
-                self._compare(member, weights)
+            member.reason, is_lost = "nothing has been published yet", False
+        elif weights.shipment is not None and weights.shipment.transport in FETCHED:
+            await self._bring(member, weights)
+            is_lost = isinstance(member.error, SyncError) and member.mismatch is None and not member.late
+        if is_lost and not self.may_sample(name):
+            again = await self._again(weights)
+            if again is not None and self._members.get(name) is member and self._now == _key(again):
+                await self._bring(member, again)
+            elif not self.may_sample(name):
+                member.reason = f"version {weights.record.version} is not to be had any more; it gets the next one"
         self._report_changes()
         return self.may_sample(name)
+
+    async def _bring(self, member: _Member, weights: Weights) -> None:
+        await self._start(member, weights)
+        mine = member.loading
+        delivery = asyncio.create_task(self._delivered(weights, [member], [member]))
+        try:
+            await asyncio.wait([mine], timeout=self._timeout_s * 2 + _TO_STOP_S)
+        finally:
+            delivery.cancel()
+            await asyncio.gather(delivery, return_exceptions=True)
+        if member.loading is mine:
+            self._compare(member, weights)
+
+    async def _again(self, weights: Weights) -> Weights | None:
+        """The same version from the learner, if that is what it holds."""
+        try:
+            again = await self._learner.weights(weights.record.parent)
+        except Exception as error:
+            self._emit("export", seconds=0.0, version=weights.record.version, error=described(error))
+            return None
+        same = _key(again) == _key(weights) and again.digests == weights.digests
+        return again if same else None
 
     async def close(self) -> None:
         """Nobody is given anything any more."""
