@@ -2,13 +2,14 @@
 #              ARGS="run.steps=2" is passed on to `nearpolicy train`
 # make test    set up, then the test suite; make test-all adds the large tests
 # make chaos   500 kills and faults over short runs: nothing lost, nothing twice; ARGS="--kills 20 --faults 10"
+# make chaos-ray   50 kills of actors; ARGS="--kills 10 --seed 2"
 # Nothing is needed beforehand but Python 3.11 or newer with venv and pip.
 
 PYTHON ?= python3
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 
-.PHONY: setup demo test test-all chaos lint
+.PHONY: setup demo test test-all chaos chaos-ray lint
 setup: $(INSTALLED)
 
 # torch comes first and alone: a constraint decides its build, and nothing else may pull another one.
@@ -33,6 +34,9 @@ test-all: $(INSTALLED)
 
 chaos: $(INSTALLED)
 	$(VENV)/bin/python tests/chaos/chaos.py $(ARGS)
+
+chaos-ray: $(INSTALLED)
+	$(VENV)/bin/python tests/chaos/chaos_ray.py $(ARGS)
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from nearpolicy.tasks.mixture import Mixture
 
 MAY_CHANGE = (
+    "runtime", "generator.replicas", "generator.most_replicas", "learner.ranks", "learner.replicas", "learner.offload",
     "run.steps", "run.keep_versions", "checkpoint", "evaluation", "telemetry", "monitors", "store", "verifier.workers",
     "generator.threads", "learner.threads", "queue.rollout_timeout_s", "queue.rollout_retries", "queue.stall_timeout_s",
     "queue.max_rounds", "sync.timeout_s", "sync.transport", "sync.path", "sync.delta", "sync.anchor_every",

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from nearpolicy.config import config_from_dict
+from nearpolicy.launch.resume import resumed_config
 from nearpolicy.launch.session import Session, run_session
 from nearpolicy.records import Fate
 from nearpolicy.store.reader import RunReader
@@ -145,6 +146,16 @@ def test_a_generator_that_joins_late_samples_what_the_first_one_would_have(actor
         swaps = {event.instance for event in run.events() if event.kind == "swap"}
     assert swaps == {0, 1}
     assert fingerprints("joined") == fingerprints("alone")
+
+
+def test_a_run_that_began_in_one_process_goes_on_in_actors(actors):
+    train("whole", "run.steps=4")
+    begun = train("run", "run.steps=4", on_step=lambda session, step: step == 1 and session.stop())
+    assert begun.folder.summary.exists()
+    config = resumed_config(begun.folder, ["runtime.kind=ray", "generator.replicas=2"])
+    run_session(Session(config=config, folder=begun.folder, resumes=True, say=lambda text: None))
+    assert fingerprints("run") == fingerprints("whole")
+    require_whole("run", bound=0, steps=4)
 
 
 def test_an_asynchronous_run_keeps_its_bound(actors):
