@@ -55,6 +55,7 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.hookimpl(tryfirst=True)  # before the workers look at the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Two workers share the tests by file (`make test`), so that each makes what its files need once. Whatever starts
     Ray, or processes that stay for the whole session, is one worker's."""
