@@ -341,10 +341,12 @@ def _model(config: RunConfig, shape: ModelShape | None) -> Lines:
     from nearpolicy.launch.sizes import longest_sequence
 
     yield "path", config.model.path
+    if shape is not None and shape.shipped:
+        yield "shape", "from the table that is shipped with nearpolicy; the model has not been fetched"
     if shape is None:
         yield "size", "unknown until it is fetched from the hub"
         return
-    about = "" if shape.exact else "about "
+    about = "" if shape.exact or shape.shipped else "about "
     yield "parameters", f"{about}{shape.parameters:,} in {config.model.dtype}"
     yield "trained", _trained(config, shape)
     yield "longest sequence", f"{longest_sequence(config)} of {shape.max_length or 'any number of'} tokens"
