@@ -1,7 +1,8 @@
 """How large a run is, worked out from the recipe and a model's config file, without loading torch or the model.
 
 Parameter counts come from a file's header where there is one and are exact, as are those of the shipped table; for
-`random:` models and activations they are estimates. The parts are named by owner, so that a reader sees whose setting to turn."""
+`random:` models and activations they are estimates. The parts are named by owner, so that a reader sees whose setting
+to turn."""
 
 from __future__ import annotations
 
@@ -41,6 +42,8 @@ class ModelShape:
     parameters: int
     exact: bool
     """Counted in a file's header, rather than estimated."""
+    embeddings: int
+    """Those outside the layers: of tokens, and of the head where it is not the same matrix."""
     layers: int
     hidden: int
     intermediate: int
@@ -126,6 +129,7 @@ def shape_of(
     return ModelShape(
         parameters=parameters or embeddings + layers * layer + hidden,
         exact=parameters is not None,
+        embeddings=embeddings,
         layers=layers,
         hidden=hidden,
         intermediate=intermediate,
@@ -274,7 +278,13 @@ def peak_memory_mb(config: RunConfig, shape: ModelShape) -> float:
 
 def memory_warning(config: RunConfig, shape: ModelShape) -> str | None:
     """A sentence if the run may need more memory than the machine has free now."""
-    peak, free = peak_memory_mb(config, shape), available_memory_mb()
+    free = available_memory_mb()
+    if config.runtime.kind == "ray":
+        from nearpolicy.launch.placement_sizes import peak_on_this_machine
+
+        peak = peak_on_this_machine(config, shape)
+    else:
+        peak = peak_memory_mb(config, shape)
     if free is None or peak <= free:
         return None
     return (
@@ -293,6 +303,10 @@ def memory_refusal(config: RunConfig, shape: ModelShape, *, trains: bool) -> str
     if have is None or any(Path(device).exists() for device in ACCELERATORS):
         return None
     held = {owner: mb for owner, mb in memory_by_owner(config, shape).items() if "activations" not in owner}
+    if trains and config.runtime.kind == "ray":
+        from nearpolicy.launch.placement_sizes import held_on_this_machine
+
+        held = held_on_this_machine(config, shape)
     if not trains:
         held = {owner: mb for owner, mb in held.items() if owner.startswith("engine")}
     if sum(held.values()) <= have:
@@ -300,6 +314,8 @@ def memory_refusal(config: RunConfig, shape: ModelShape, *, trains: bool) -> str
     owner, most = max(held.items(), key=lambda item: item[1])
     knob = {
         "engine: keys and values": "generator.kv_memory_mb or generator.max_running, or shorten sequences",
+        "generators": "generator.replicas, generator.kv_memory_mb or generator.max_running, or use a smaller model",
+        "ranks of the learner": "learner.ranks, or use a smaller model",
     }.get(owner, "the size of the model, or use a smaller one")
     return (
         f"weights, optimizer, keys and values take {sum(held.values()):,.0f} MB and this machine has {have:,.0f} MB; "
@@ -326,8 +342,20 @@ def critic_shape(config: RunConfig, policy: ModelShape) -> ModelShape | None:
 
 
 def available_memory_mb() -> float | None:
-    """Memory the machine could give now, or None where it does not say."""
-    return _meminfo_mb("MemAvailable")
+    """Memory the machine, or the container around this process, could give now; None where it does not say."""
+    found = _meminfo_mb("MemAvailable")
+    inside = _container_free_mb(Path("/sys/fs/cgroup"))
+    return found if inside is None or found is None else min(found, inside)
+
+
+def _container_free_mb(group: Path) -> float | None:
+    """What a container's limit leaves; files that the kernel keeps in memory give way. None without a limit."""
+    try:
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return (limit - used + int(stat["inactive_file"])) / MB
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def machine_memory_mb() -> float | None:

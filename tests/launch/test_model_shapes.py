@@ -46,7 +46,9 @@ def test_every_other_name_in_the_table_is_a_size_of_that_family():
     assert set(counts.values()) == set(PUBLISHED.values())
 
 
-@pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.2-1B"])
+@pytest.mark.parametrize(
+    "name", ["Qwen/Qwen3-0.6B", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.2-1B"]
+)
 def test_a_shape_counts_what_transformers_would_build(name):
     """With two layers, so that building is quick: each family's matrices, biases, norms, experts and router."""
     import torch

@@ -1,0 +1,175 @@
+"""What each process of a run with Ray holds, worked out from the recipe and the model's shape, without loading torch.
+
+    certain   what a process holds in any case: weights, gradients, moments, keys and values; of the learner's ranks
+              the pieces that FSDP2 gives each of them
+    passing   an estimate of what comes and goes beside it: activations, layers that are whole for a moment
+    loading   whole models, before they are cut into pieces
+
+Numbers are MB. A process with a GPU computes there; what it holds in main memory is counted apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from nearpolicy.config import RunConfig
+from nearpolicy.launch.adapter_sizes import adapter_size
+from nearpolicy.launch.sizes import (
+    LIBRARIES_MB,
+    MB,
+    ModelShape,
+    critic_shape,
+    memory_by_owner,
+    number_bytes,
+    reference_shape,
+)
+
+GRADIENTS = "gradients"
+MOMENTS = "AdamW's moments"
+KEYS_AND_VALUES = "keys and values"
+OBJECT_STORE_MB = 2048.0
+"""Ray's object store, where Ray is started by the run itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleMemory:
+    """Of one process of a role: owner -> MB."""
+
+    certain: Mapping[str, float]
+    """Where it computes."""
+    host: Mapping[str, float] = field(default_factory=dict)
+    """In main memory, wherever it computes."""
+    passing: Mapping[str, float] = field(default_factory=dict)
+    """Where it computes, at most."""
+    loading: float = 0.0
+    """Where it computes, and on the way to a GPU in main memory too, before there is anything else."""
+
+    @property
+    def held(self) -> float:
+        return sum(self.certain.values())
+
+    @property
+    def held_on_host(self) -> float:
+        return sum(self.host.values())
+
+    def on_gpu(self) -> float:
+        """Needed there in any case."""
+        return max(self.held, self.loading)
+
+    def on_host(self, *, has_gpu: bool) -> float:
+        """Needed in main memory in any case."""
+        return max(self.held_on_host + (0.0 if has_gpu else self.held), self.loading)
+
+
+def rank_memory(config: RunConfig, shape: ModelShape) -> RoleMemory:
+    """Of a rank of the learner."""
+    learner, size = config.learner, number_bytes(config.model)
+    parts = learner.ranks // learner.replicas
+    away = learner.offload == "parameters"
+    reference, critic = reference_shape(config, shape), critic_shape(config, shape)
+    held = _trained_mb(config, shape, parts)
+    if reference is not None:
+        held["reference"] = reference.parameters * size / parts / MB
+    if critic is not None:
+        held["critic: weights"] = critic.parameters * size / parts / MB
+        held |= {f"critic: {owner}": mb for owner, mb in _adamw_mb(critic.parameters, size, parts).items()}
+        held[GRADIENTS] = max(held[GRADIENTS], held["critic: weights"])  # one update is over when the other begins
+    host = {owner: mb for owner, mb in held.items() if away or (learner.offload == "optimizer" and MOMENTS in owner)}
+    passing = {"activations": memory_by_owner(config, shape)["learner: activations"]}
+    if learner.ranks > 1 and learner.lora is None and not away:  # whole until the last micro-batch of an update
+        largest = max(model.parameters for model in (shape, critic) if model is not None)
+        passing["gradients before the sum"] = largest * size / MB
+    if parts > 1 or away:
+        passing["gathered layers"] = gathered_mb(shape, size)
+    if learner.offload == "optimizer" and config.runtime.gpus_per_learner:
+        passing["moments in an update"] = sum(host.values())
+    models = [model for model in (shape, reference, critic) if model is not None]
+    return RoleMemory(
+        certain={owner: mb for owner, mb in held.items() if owner not in host},
+        host=host,
+        passing=passing,
+        loading=sum(model.parameters for model in models) * size / MB,
+    )
+
+
+def _trained_mb(config: RunConfig, shape: ModelShape, parts: int) -> dict[str, float]:
+    """Of the policy. Factors of an adapter are float32 in any model, and not cut."""
+    weights = shape.parameters * number_bytes(config.model) / parts / MB
+    if config.learner.lora is None:
+        return {"weights": weights, GRADIENTS: weights} | _adamw_mb(shape.parameters, number_bytes(config.model), parts)
+    adapter = adapter_size(config.learner.lora, shape)
+    factors = adapter.trained * 4 / MB
+    return {
+        "weights": weights + factors,
+        GRADIENTS: factors,
+        MOMENTS: 2 * factors,
+        "merged copies": adapter.changed * number_bytes(config.model) / parts / MB,
+    }
+
+
+def _adamw_mb(parameters: int, size: int, parts: int) -> dict[str, float]:
+    """Two means in float32; for narrower weights also a copy of them and of their gradients."""
+    moments = {MOMENTS: 8 * parameters / parts / MB}
+    return moments if size == 4 else moments | {"float32 copies": 8 * parameters / parts / MB}
+
+
+def gathered_mb(shape: ModelShape, size: int) -> float:
+    """The root of a model in pieces, embeddings and head, and two of its layers: the one at work and the next."""
+    embeddings = shape.embeddings
+    return (embeddings + 2 * (shape.parameters - embeddings) / shape.layers) * size / MB
+
+
+def generator_memory(config: RunConfig, shape: ModelShape) -> RoleMemory:
+    """Of one replica."""
+    owners = {
+        owner.removeprefix("engine: "): mb
+        for owner, mb in memory_by_owner(config, shape).items()
+        if owner.startswith("engine")
+    }
+    passing = {"activations": owners.pop("activations")}
+    if config.sync.transport == "broadcast":
+        passing["weights on arrival"] = owners["weights"]
+    if config.sync.transport == "files" and config.sync.delta is not False:
+        owners["copy of the weights, for deltas"] = owners["weights"]
+    return RoleMemory(certain=owners, passing=passing, loading=owners["weights"])
+
+
+def saved_by_turns(rank: RoleMemory, generator: RoleMemory, *, on_gpu: bool) -> float:
+    """Of what both hold in one place, where they take turns: a step has its gradients, or generation its keys and
+    values."""
+    gradients = rank.certain.get(GRADIENTS, 0.0) + (0.0 if on_gpu else rank.host.get(GRADIENTS, 0.0))
+    return min(gradients, generator.certain[KEYS_AND_VALUES])
+
+
+def published_mb(config: RunConfig, shape: ModelShape) -> float:
+    """Of one version, as it goes to a generator."""
+    if config.sync.adapters == "adapter_only" and config.learner.lora is not None:
+        return adapter_size(config.learner.lora, shape).trained * 4 / MB
+    return shape.parameters * number_bytes(config.model) / MB
+
+
+def held_on_this_machine(config: RunConfig, shape: ModelShape) -> dict[str, float]:
+    """Role -> MB that its processes take together in any case, where they compute on the processors of this machine.
+    Nothing is known here of the nodes of a cluster, nor of GPUs."""
+    runtime = config.runtime
+    if runtime.address is not None or runtime.gpus_per_learner or runtime.gpus_per_generator:
+        return {}
+    rank, generator = rank_memory(config, shape), generator_memory(config, shape)
+    held = {
+        "ranks of the learner": config.learner.ranks * rank.on_host(has_gpu=False),
+        "generators": config.generator.replicas * generator.on_host(has_gpu=False),
+    }
+    if runtime.placement == "colocated":
+        held["generators"] -= config.generator.replicas * saved_by_turns(rank, generator, on_gpu=False)
+    return held
+
+
+def peak_on_this_machine(config: RunConfig, shape: ModelShape) -> float:
+    """The same with what comes and goes, the libraries of each process, and a tenth for the allocator."""
+    held = held_on_this_machine(config, shape)
+    if not held:
+        return 0.0
+    more = config.learner.ranks * (LIBRARIES_MB + sum(rank_memory(config, shape).passing.values()))
+    more += config.generator.replicas * (LIBRARIES_MB + sum(generator_memory(config, shape).passing.values()))
+    return (sum(held.values()) + more) * 1.1
