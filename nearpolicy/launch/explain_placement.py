@@ -92,14 +92,16 @@ def _memory(role: RoleMemory, has_gpu: bool) -> Lines:
     for owner, mb in role.host.items():
         yield owner, f"{_mb(mb)} in main memory" if has_gpu else _mb(mb)
     for owner, mb in role.passing.items():
-        yield owner, f"at most {_mb(mb)}, now and then"
+        yield owner, f"at most {_mb(mb)}, in forward and backward passes"
+    for owner, mb in role.updating.items():
+        yield owner, f"{_mb(mb)}, in an update"
     if not has_gpu:
         yield "libraries", _mb(LIBRARIES_MB)
     yield "while loading", f"{_mb(role.loading)}: whole models" + (", in main memory on their way" if has_gpu else "")
-    beside = 0.0 if has_gpu else role.held_on_host + LIBRARIES_MB
-    low = role.on_gpu() if has_gpu else role.on_host(has_gpu=False) + LIBRARIES_MB
-    high = max(role.held + beside + sum(role.passing.values()), low)
-    yield "together", f"{_mb(low)} in any case, at most about {_mb(high)}, {where}"
+    beside = 0.0 if has_gpu else LIBRARIES_MB
+    low, high = role.on_gpu() if has_gpu else role.on_host(has_gpu=False), role.most
+    high += 0.0 if has_gpu else role.held_on_host
+    yield "together", f"{_mb(low + beside)} in any case, at most about {_mb(high + beside)}, {where}"
     if has_gpu and role.host:
         yield "beside it", f"{_mb(role.held_on_host)} in main memory"
 
@@ -124,9 +126,10 @@ def _transport(config: RunConfig, version: float) -> str:
 
 _WAYS = {
     "shared_memory": "{mb} of /dev/shm on that node, which every generator copies from",
-    "broadcast": "one collective, for which every generator needs {mb} more",
+    "broadcast": "one collective, for which every generator holds {mb} more",
     "files": "{how} in sync.path, read by every generator",
-    "object_store": "{mb} in the object store of every node that has a rank or a generator",
+    "object_store": "{mb} in the object store of every node with a generator, and in main memory of each of them while "
+    "the parts of ranks are put together",
 }
 
 

@@ -2,7 +2,8 @@
 
     certain   what a process holds in any case: weights, gradients, moments, keys and values; of the learner's ranks
               the pieces that FSDP2 gives each of them
-    passing   an estimate of what comes and goes beside it: activations, layers that are whole for a moment
+    passing   an estimate of what comes and goes beside it in forward and backward passes: activations, layers that are
+              whole for a moment, gradients before they are added up; updating: of what an update adds
     loading   whole models, before they are cut into pieces
 
 Numbers are MB. A process with a GPU computes there; what it holds in main memory is counted apart.
@@ -41,13 +42,20 @@ class RoleMemory:
     host: Mapping[str, float] = field(default_factory=dict)
     """In main memory, wherever it computes."""
     passing: Mapping[str, float] = field(default_factory=dict)
-    """Where it computes, at most."""
+    """Where it computes, at most, in forward and backward passes."""
+    updating: Mapping[str, float] = field(default_factory=dict)
+    """Where it computes, when they are over."""
     loading: float = 0.0
     """Where it computes, and on the way to a GPU in main memory too, before there is anything else."""
 
     @property
     def held(self) -> float:
         return sum(self.certain.values())
+
+    @property
+    def most(self) -> float:
+        """Where it computes, at most."""
+        return max(self.held + max(sum(self.passing.values()), sum(self.updating.values())), self.loading)
 
     @property
     def held_on_host(self) -> float:
@@ -75,20 +83,26 @@ def rank_memory(config: RunConfig, shape: ModelShape) -> RoleMemory:
         held["critic: weights"] = critic.parameters * size / parts / MB
         held |= {f"critic: {owner}": mb for owner, mb in _adamw_mb(critic.parameters, size, parts).items()}
         held[GRADIENTS] = max(held[GRADIENTS], held["critic: weights"])  # one update is over when the other begins
+    if _keeps_for_deltas(config):
+        held["weights before the next delta"] = published_mb(config, shape) / parts
     host = {owner: mb for owner, mb in held.items() if away or (learner.offload == "optimizer" and MOMENTS in owner)}
+    models = [model for model in (shape, reference, critic) if model is not None]
+    trained = [model.parameters for model in (None if learner.lora else shape, critic) if model is not None]
     passing = {"activations": memory_by_owner(config, shape)["learner: activations"]}
-    if learner.ranks > 1 and learner.lora is None and not away:  # whole until the last micro-batch of an update
-        largest = max(model.parameters for model in (shape, critic) if model is not None)
-        passing["gradients before the sum"] = largest * size / MB
+    if learner.ranks > 1 and trained and not away:  # whole, in float32, until an update's last micro-batch
+        passing["gradients before the sum"] = max(trained) * 4 / MB
     if parts > 1 or away:
         passing["gathered layers"] = gathered_mb(shape, size)
-    if learner.offload == "optimizer" and config.runtime.gpus_per_learner:
-        passing["moments in an update"] = sum(host.values())
-    models = [model for model in (shape, reference, critic) if model is not None]
+    updating = {}
+    if size < 4 and trained and not away:
+        updating["float32 gradients"] = max(trained) * 4 / parts / MB
+    if learner.offload == "optimizer":
+        updating["moments, brought back"] = max(host.values())
     return RoleMemory(
         certain={owner: mb for owner, mb in held.items() if owner not in host},
         host=host,
         passing=passing,
+        updating=updating,
         loading=sum(model.parameters for model in models) * size / MB,
     )
 
@@ -109,9 +123,9 @@ def _trained_mb(config: RunConfig, shape: ModelShape, parts: int) -> dict[str, f
 
 
 def _adamw_mb(parameters: int, size: int, parts: int) -> dict[str, float]:
-    """Two means in float32; for narrower weights also a copy of them and of their gradients."""
+    """Two means in float32; for narrower weights also a copy of them."""
     moments = {MOMENTS: 8 * parameters / parts / MB}
-    return moments if size == 4 else moments | {"float32 copies": 8 * parameters / parts / MB}
+    return moments if size == 4 else moments | {"float32 weights": 4 * parameters / parts / MB}
 
 
 def gathered_mb(shape: ModelShape, size: int) -> float:
@@ -120,19 +134,21 @@ def gathered_mb(shape: ModelShape, size: int) -> float:
     return (embeddings + 2 * (shape.parameters - embeddings) / shape.layers) * size / MB
 
 
-def generator_memory(config: RunConfig, shape: ModelShape) -> RoleMemory:
-    """Of one replica."""
+def generator_memory(config: RunConfig, shape: ModelShape, transport: str | None = None) -> RoleMemory:
+    """Of one replica. ``transport``: the way that weights come, where it is known."""
     owners = {
         owner.removeprefix("engine: "): mb
         for owner, mb in memory_by_owner(config, shape).items()
         if owner.startswith("engine")
     }
-    passing = {"activations": owners.pop("activations")}
-    if config.sync.transport == "broadcast":
-        passing["weights on arrival"] = owners["weights"]
-    if config.sync.transport == "files" and config.sync.delta is not False:
-        owners["copy of the weights, for deltas"] = owners["weights"]
-    return RoleMemory(certain=owners, passing=passing, loading=owners["weights"])
+    passing, host = {"activations": owners.pop("activations")}, {}
+    loading = owners["weights"]
+    transport = transport or config.sync.transport
+    if transport == "broadcast":
+        owners["weights on arrival"] = published_mb(config, shape)
+    if _keeps_for_deltas(config):
+        host["weights before the next delta"] = published_mb(config, shape)
+    return RoleMemory(certain=owners, host=host, passing=passing, loading=loading)
 
 
 def saved_by_turns(rank: RoleMemory, generator: RoleMemory, *, on_gpu: bool) -> float:
@@ -149,16 +165,27 @@ def published_mb(config: RunConfig, shape: ModelShape) -> float:
     return shape.parameters * number_bytes(config.model) / MB
 
 
+def on_the_way_mb(config: RunConfig, shape: ModelShape, transport: str) -> float:
+    """Of main memory on a node that weights come to, beside its processes: once, however many generators it has."""
+    return published_mb(config, shape) if transport in ("shared_memory", "object_store") else 0.0
+
+
+def _keeps_for_deltas(config: RunConfig) -> bool:
+    return config.sync.transport == "files" and config.sync.delta is not False
+
+
 def held_on_this_machine(config: RunConfig, shape: ModelShape) -> dict[str, float]:
     """Role -> MB that its processes take together in any case, where they compute on the processors of this machine.
     Nothing is known here of the nodes of a cluster, nor of GPUs."""
     runtime = config.runtime
     if runtime.address is not None or runtime.gpus_per_learner or runtime.gpus_per_generator:
         return {}
+    transport = config.sync.transport_between(one_process=False, one_host=True)
     rank, generator = rank_memory(config, shape), generator_memory(config, shape)
     held = {
         "ranks of the learner": config.learner.ranks * rank.on_host(has_gpu=False),
         "generators": config.generator.replicas * generator.on_host(has_gpu=False),
+        "weights on their way": on_the_way_mb(config, shape, transport),
     }
     if runtime.placement == "colocated":
         held["generators"] -= config.generator.replicas * saved_by_turns(rank, generator, on_gpu=False)
@@ -170,6 +197,7 @@ def peak_on_this_machine(config: RunConfig, shape: ModelShape) -> float:
     held = held_on_this_machine(config, shape)
     if not held:
         return 0.0
-    more = config.learner.ranks * (LIBRARIES_MB + sum(rank_memory(config, shape).passing.values()))
-    more += config.generator.replicas * (LIBRARIES_MB + sum(generator_memory(config, shape).passing.values()))
+    rank, generator = rank_memory(config, shape), generator_memory(config, shape)
+    more = config.learner.ranks * (LIBRARIES_MB + rank.most - rank.on_gpu())
+    more += config.generator.replicas * (LIBRARIES_MB + generator.most - generator.on_gpu())
     return (sum(held.values()) + more) * 1.1

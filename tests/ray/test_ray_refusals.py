@@ -173,42 +173,43 @@ SHAPE = shape_of(
 it loads."""
 
 
-def places(ray_here, **of_each) -> list:
-    return [replace(here(), node=name, node_id=name, **values) for name, values in of_each.items()]
-
-
-def refusal(*, ranks: list, generators: list, settings: tuple[str, ...] = ()) -> str | None:
+def refusal(
+    *, ranks: list, generators: list, settings: tuple[str, ...] = (), transport: str = "shared_memory"
+) -> str | None:
     config = config_from_dict(RECIPE, where="test", overrides=settings)
     try:
-        require_memory(config, SHAPE, ranks, generators)
+        require_memory(config, SHAPE, ranks, generators, transport)
     except ConfigError as error:
         return str(error)
     return None
 
 
 def test_a_node_is_refused_if_it_has_less_than_its_roles_hold(ray_here):
-    """4 ranks of 1,024 MB and a generator of 1,024 + 1,000 on one node, another one elsewhere."""
+    """4 ranks of 1,024 MB, a generator of 1,024 + 1,000, and 1,024 on their way on one node; a generator on another."""
     learner, other = (
-        replace(here(), node=name, node_id=name, free_mb=mb) for name, mb in (("a", 6120.0), ("b", 2024.0))
+        replace(here(), node=name, node_id=name, free_mb=mb) for name, mb in (("a", 7144.0), ("b", 3048.0))
     )
     assert refusal(ranks=[learner] * 4, generators=[learner, other]) is None
-    short = replace(learner, free_mb=6119.0)
+    short = replace(learner, free_mb=7143.0)
     said = refusal(ranks=[short] * 4, generators=[short, other])
     assert said.startswith(
-        "node a has 6,119 MB free and is to hold 4 x rank of the learner and 1 x generator, which need 6,120 MB"
+        "node a has 7,143 MB free and is to hold 4 x rank of the learner and 1 x generator, which need 7,144 MB"
     )
     assert "learner.offload" in said and "generator.kv_memory_mb" in said and "node b" not in said
-    assert refusal(ranks=[replace(short, free_mb=None)] * 4, generators=[other] * 1) is None  # it does not say
+    assert refusal(ranks=[replace(short, free_mb=None)] * 4, generators=[other]) is None  # it does not say
+    assert refusal(ranks=[learner] * 4, generators=[other], transport="broadcast") is None
+    by_broadcast = refusal(ranks=[learner] * 4, generators=[other] * 2, transport="broadcast")
+    assert "node b" in by_broadcast and "2 x generator, which need 6,096 MB" in by_broadcast
 
 
 def test_roles_that_take_turns_need_less_together(ray_here):
     """Two ranks without pieces: 1,024 MB of weights, as much of gradients, twice as much of moments; generation has
     1,000 of keys and values while there are no gradients."""
-    node = replace(here(), node="a", node_id="a", free_mb=2 * (4096.0 + 1024.0))
+    node = replace(here(), node="a", node_id="a", free_mb=2 * (4096.0 + 1024.0) + 1024.0)
     of = {"ranks": [node] * 2, "generators": [node] * 2}
     settings = ("learner.ranks=2", "learner.replicas=2", "learner.streaming=false")
     assert refusal(**of, settings=(*settings, "runtime.placement=colocated")) is None
-    assert "need 12,240 MB" in refusal(**of, settings=settings)
+    assert "need 13,264 MB" in refusal(**of, settings=settings)
 
 
 def test_a_gpu_is_refused_by_name_and_shared_ones_are_added_up(ray_here):

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 
 from nearpolicy.config import RunConfig
 from nearpolicy.errors import ConfigError
-from nearpolicy.launch.placement_sizes import RoleMemory, generator_memory, rank_memory, saved_by_turns
+from nearpolicy.launch.placement_sizes import (
+    RoleMemory,
+    generator_memory,
+    on_the_way_mb,
+    rank_memory,
+    saved_by_turns,
+)
 from nearpolicy.launch.ray.calls import Place
 from nearpolicy.launch.sizes import ModelShape
 
@@ -22,38 +28,42 @@ class _Resident:
     place: Place
 
 
-def require_memory(config: RunConfig, shape: ModelShape, ranks: Sequence[Place], generators: Sequence[Place]) -> None:
+def require_memory(
+    config: RunConfig, shape: ModelShape, ranks: Sequence[Place], generators: Sequence[Place], transport: str
+) -> None:
     """`ConfigError` with every node, and every GPU, that has less than its roles hold in any case: weights, gradients,
-    moments, a reference, a critic, keys and values. What comes and goes, such as activations, is not counted."""
-    rank, generator = rank_memory(config, shape), generator_memory(config, shape)
+    moments, a reference, a critic, keys and values, weights on their way by ``transport``. What comes and goes, such as
+    activations, is not counted."""
+    rank, generator = rank_memory(config, shape), generator_memory(config, shape, transport)
     residents = [_Resident("rank of the learner", rank, place) for place in ranks]
     residents += [_Resident("generator", generator, place) for place in generators]
+    on_the_way = on_the_way_mb(config, shape, transport)
     problems: list[str] = []
-    for on_gpu in (False, True):
+    for on_gpu, also in ((False, on_the_way), (True, 0.0)):
         saved = saved_by_turns(rank, generator, on_gpu=on_gpu) if config.runtime.placement == "colocated" else 0.0
-        problems += _short(residents, saved, on_gpu=on_gpu)
+        problems += _short(residents, saved, also, on_gpu=on_gpu)
     if problems:
         raise ConfigError("\n".join(problems))
 
 
-def _short(residents: Sequence[_Resident], saved: float, *, on_gpu: bool) -> Iterator[str]:
-    """A sentence for each node, or GPU, with less than it needs. ``saved``: by each pair that takes turns there."""
+def _short(residents: Sequence[_Resident], saved: float, also: float, *, on_gpu: bool) -> Iterator[str]:
+    """A sentence for each node, or GPU, with less than it needs. ``saved``: by each pair that takes turns there.
+    ``also``: once where there is a generator."""
     by_place: dict[tuple[str, ...], list[_Resident]] = {}
     for each in residents:
         if each.place.gpus or not on_gpu:
             by_place.setdefault((each.place.node_id, *(each.place.gpus[:1] if on_gpu else ())), []).append(each)
     for here in by_place.values():
-        place = here[0].place
-        computing = [each.role for each in here if bool(each.place.gpus) == on_gpu]
-        pairs = min(computing.count("generator"), len(computing) - computing.count("generator"))
-        needs = [
+        place, roles = here[0].place, Counter(each.role for each in here if bool(each.place.gpus) == on_gpu)
+        needed = sum(
             each.memory.on_gpu() if on_gpu else each.memory.on_host(has_gpu=bool(each.place.gpus)) for each in here
-        ]
-        needed, free = sum(needs) - saved * pairs, place.free_gpu_mb if on_gpu else place.free_mb
+        )
+        needed += also * any(each.role == "generator" for each in here)
+        needed -= saved * min(roles["generator"], roles["rank of the learner"])
+        free = place.free_gpu_mb if on_gpu else place.free_mb
         if free is not None and needed > free:
-            yield _sentence(
-                f"GPU {place.gpus[0]} of node {place.node}" if on_gpu else f"node {place.node}", here, needed, free
-            )
+            where = f"GPU {place.gpus[0]} of node {place.node}" if on_gpu else f"node {place.node}"
+            yield _sentence(where, here, needed, free)
 
 
 def _sentence(where: str, here: Sequence[_Resident], needed: float, free: float) -> str:

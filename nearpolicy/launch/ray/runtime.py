@@ -120,9 +120,9 @@ class RayRuntime:
             *(self._started("an actor to begin", each.here.remote()) for each in everybody)
         )
         require_same_versions(places)
-        if (shape := model_shape(self._config.model)) is not None:
-            require_memory(self._config, shape, places[: len(ranks)], places[len(ranks) :])
         self._transport = chosen(self._config, places)
+        if (shape := model_shape(self._config.model)) is not None:
+            require_memory(self._config, shape, places[: len(ranks)], places[len(ranks) :], self._transport)
         found = await asyncio.gather(*map(self._load_rank, ranks), *map(self._load_generator, replicas))
         for text in dict.fromkeys(text for loaded in found for text in loaded.said):
             self._say(text)
