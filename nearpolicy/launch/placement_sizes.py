@@ -90,7 +90,7 @@ def rank_memory(config: RunConfig, shape: ModelShape) -> RoleMemory:
     trained = [model.parameters for model in (None if learner.lora else shape, critic) if model is not None]
     passing = {"activations": memory_by_owner(config, shape)["learner: activations"]}
     if learner.ranks > 1 and trained and not away:  # whole, in float32, until an update's last micro-batch
-        passing["gradients before the sum"] = max(trained) * 4 / MB
+        passing["unsummed gradients"] = max(trained) * 4 / MB
     if parts > 1 or away:
         passing["gathered layers"] = gathered_mb(shape, size)
     updating = {}

@@ -58,7 +58,7 @@ def test_a_rank_holds_its_piece_of_everything_that_is_trained():
     assert memory.certain == {"weights": 128, "gradients": 128, "AdamW's moments": 512, "float32 weights": 256}
     assert memory.host == {}
     assert memory.loading == 512  # before it is cut
-    assert memory.passing["gradients before the sum"] == 1024  # float32, of all weights
+    assert memory.passing["unsummed gradients"] == 1024  # float32, of all weights
     assert memory.passing["gathered layers"] == 128 + 2 * 48
     assert memory.updating == {"float32 gradients": 256}
     assert memory.most == pytest.approx(1024 + 1024 + 224 + memory.passing["activations"])
@@ -89,7 +89,7 @@ def test_what_is_offloaded_lies_in_main_memory():
     assert moments.updating == {"float32 gradients": 256, "moments, brought back": 512}
     everything = rank("learner.offload=parameters")
     assert (everything.certain, sum(everything.host.values())) == ({}, 1024)
-    assert "gradients before the sum" not in everything.passing
+    assert "unsummed gradients" not in everything.passing
     assert everything.on_gpu() == 512  # it is loaded whole, where it computes
     assert everything.on_host(has_gpu=True) == 1024
 
@@ -111,7 +111,7 @@ def test_factors_of_an_adapter_are_not_cut_and_the_base_is():
     factors = trained * 4 / 2**20
     assert memory.certain["weights"] == 128 + factors
     assert (memory.certain["gradients"], memory.certain["AdamW's moments"]) == (factors, 2 * factors)
-    assert "gradients before the sum" not in memory.passing
+    assert "unsummed gradients" not in memory.passing
     merged, alone = (
         published_mb(config("learner.lora={}", f"sync.adapters={how}"), SHAPE) for how in ("merged", "adapter_only")
     )
