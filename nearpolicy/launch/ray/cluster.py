@@ -41,6 +41,8 @@ class Cluster:
     config: RuntimeConfig
     is_own: bool
     """Ray was started here, and ends with the run."""
+    _ended: threading.Event = field(default_factory=threading.Event)
+    """Lets the thread go that started it."""
     _bundles: dict[int, tuple[Any, int]] = field(default_factory=dict)
     """Number of a bundle -> its placement group, and its place there."""
     _actors: list[Any] = field(default_factory=list)
@@ -51,12 +53,12 @@ class Cluster:
         ray = imported_ray()
         if config.address not in (None, "auto"):
             await _answers(config.address, min(PROBE_S, config.start_timeout_s))
-        is_own = not ray.is_initialized()
+        is_own, ended = not ray.is_initialized(), threading.Event()
         if is_own:
-            await _within(config.start_timeout_s, _init(ray, config, needed), _where(config))
+            await _within(config.start_timeout_s, _init(ray, config, needed, ended), _where(config))
         elif config.address not in (None, "auto"):
             _require_connected_to(config.address)
-        cluster = cls(config, is_own)
+        cluster = cls(config, is_own, ended)
         try:
             cluster._require(needed)
         except BaseException:
@@ -154,6 +156,7 @@ class Cluster:
         if self.is_own and ray.is_initialized():
             self.is_own = False
             await asyncio.to_thread(ray.shutdown)
+        self._ended.set()
 
 
 def imported_ray() -> Any:
@@ -169,13 +172,14 @@ def imported_ray() -> Any:
     return ray
 
 
-async def _init(ray: Any, config: RuntimeConfig, needed: Resources) -> None:
+async def _init(ray: Any, config: RuntimeConfig, needed: Resources, ended: threading.Event) -> None:
     quiet: dict[str, Any] = {"configure_logging": False, "log_to_driver": False}
     logging.getLogger("ray").setLevel(logging.ERROR)
     if config.address is None:
         cores = max(num_cores(), int(-(-needed.get("CPU", 0) // 1)))  # one machine may run more roles than it has cores
         await _initialised(
             ray,
+            ended,
             address="local",
             num_cpus=cores,
             include_dashboard=False,
@@ -184,7 +188,7 @@ async def _init(ray: Any, config: RuntimeConfig, needed: Resources) -> None:
         )
         return
     try:
-        await _initialised(ray, address=config.address, **quiet)
+        await _initialised(ray, ended, address=config.address, **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"runtime.address={config.address}: no Ray cluster to join ({described(error)}). Start one (`ray start "
@@ -192,9 +196,12 @@ async def _init(ray: Any, config: RuntimeConfig, needed: Resources) -> None:
         ) from error
 
 
-async def _initialised(ray: Any, **options: Any) -> None:
-    """`ray.init`, which tries for minutes and cannot be called off: on a thread that no exit waits for, and whose Ray,
-    if it comes after all, is ended."""
+async def _initialised(ray: Any, ended: threading.Event, **options: Any) -> None:
+    """`ray.init`, which tries for minutes and cannot be called off: on a thread that no exit waits for. A Ray that comes
+    after all, when nobody waits any more, is ended.
+
+    The kernel kills what a thread has started when that thread ends, so this one stays until ``ended``.
+    """
     loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
     given_up = threading.Event()
 
@@ -208,16 +215,19 @@ async def _initialised(ray: Any, **options: Any) -> None:
             ray.init(**options)
         except BaseException as found:
             error = found
-        if given_up.is_set():
-            ray.shutdown()
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, error)
+        if error is None:
+            ended.wait()
+            if given_up.is_set():
+                ray.shutdown()
 
     threading.Thread(target=start, name="ray.init", daemon=True).start()
     try:
         await done
-    except asyncio.CancelledError:
+    except BaseException:
         given_up.set()
+        ended.set()
         raise
 
 
