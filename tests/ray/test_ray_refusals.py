@@ -16,7 +16,7 @@ import pytest
 from nearpolicy.config import config_from_dict
 from nearpolicy.errors import ConfigError
 from nearpolicy.launch.ray.calls import here, require_same_versions
-from nearpolicy.launch.ray.cluster import HTTP2_SETTINGS, Cluster
+from nearpolicy.launch.ray.cluster import HTTP2_SETTINGS, Cluster, _initialised
 from nearpolicy.launch.ray.memory import require_memory
 from nearpolicy.launch.sizes import shape_of
 from nearpolicy.placement import RuntimeConfig
@@ -98,6 +98,40 @@ def test_a_server_that_only_sounds_like_ray_holds_up_neither_start_nor_end():
             [sys.executable, "-c", GIVES_UP, address], capture_output=True, text=True, timeout=60, check=True
         )
     assert f"the cluster at {address}: not there within 0.5 s (runtime.start_timeout_s)" in done.stdout
+
+
+class LateRay:
+    """Begins when it is let."""
+
+    def __init__(self) -> None:
+        self.let, self.gone = threading.Event(), threading.Event()
+
+    def init(self) -> None:
+        self.thread = threading.current_thread()
+        self.let.wait(30)
+
+    def shutdown(self) -> None:
+        self.gone.set()
+
+
+def test_a_ray_that_comes_when_nobody_waits_any_more_is_ended():
+    late = LateRay()
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(_initialised(late, threading.Event()), 0.1))
+    assert not late.gone.is_set()
+    late.let.set()
+    assert late.gone.wait(30)
+
+
+def test_the_thread_that_started_ray_stays_as_long_as_it():
+    """The kernel kills what a thread has started when that thread ends."""
+    ray, ended = LateRay(), threading.Event()
+    ray.let.set()
+    asyncio.run(_initialised(ray, ended))
+    assert ray.thread.is_alive()
+    ended.set()
+    ray.thread.join(30)
+    assert not ray.thread.is_alive() and not ray.gone.is_set()
 
 
 def test_without_ray_one_is_told_what_to_install(monkeypatch):

@@ -197,8 +197,8 @@ async def _init(ray: Any, config: RuntimeConfig, needed: Resources, ended: threa
 
 
 async def _initialised(ray: Any, ended: threading.Event, **options: Any) -> None:
-    """`ray.init`, which tries for minutes and cannot be called off: on a thread that no exit waits for. A Ray that comes
-    after all, when nobody waits any more, is ended.
+    """`ray.init`, which tries for minutes and cannot be called off: on a thread that no exit waits for. A Ray that
+    comes after all, when nobody waits any more, is ended.
 
     The kernel kills what a thread has started when that thread ends, so this one stays until ``ended``.
     """
