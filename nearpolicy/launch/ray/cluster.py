@@ -27,6 +27,7 @@ OBJECT_STORE_BYTES = 2 << 30
 """Of a Ray that is started here: weights on their way, and batches."""
 REST_S = 10.0
 """What actors get at the end of a run."""
+WHAT_RAY_SAID = "what Ray has printed says why, if it knows: a token of another cluster, say (RAY_AUTH_TOKEN)"
 PROBE_S = 10.0
 """For a connection to a cluster's address, and for a first word from it."""
 HTTP2_SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
@@ -55,7 +56,8 @@ class Cluster:
             await _answers(config.address, min(PROBE_S, config.start_timeout_s))
         is_own, ended = not ray.is_initialized(), threading.Event()
         if is_own:
-            await _within(config.start_timeout_s, _init(ray, config, needed, ended), _where(config))
+            beginning = _init(ray, config, needed, ended)
+            await _within(config.start_timeout_s, beginning, _where(config), lambda: WHAT_RAY_SAID)
         elif config.address not in (None, "auto"):
             _require_connected_to(config.address)
         cluster = cls(config, is_own, ended)
@@ -189,7 +191,7 @@ async def _init(ray: Any, config: RuntimeConfig, needed: Resources, ended: threa
         return
     try:
         await _initialised(ray, ended, address=config.address, **quiet)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise ConfigError(
             f"runtime.address={config.address}: no Ray cluster to join ({described(error)}). Start one (`ray start "
             "--head`), correct the address, or leave it out for a Ray on this machine alone"
