@@ -18,6 +18,7 @@ from nearpolicy.errors import ConfigError
 from nearpolicy.launch.ray.calls import here, require_same_versions
 from nearpolicy.launch.ray.cluster import HTTP2_SETTINGS, Cluster, _initialised
 from nearpolicy.launch.ray.memory import require_memory
+from nearpolicy.launch.session import Session, run_session
 from nearpolicy.launch.sizes import shape_of
 from nearpolicy.placement import RuntimeConfig
 
@@ -156,6 +157,12 @@ def test_more_than_there_is_in_the_cluster_is_refused_with_the_settings_to_turn(
         joins(CPU=1000.0, GPU=2.0)
 
 
+async def require_all_free() -> None:
+    cluster = await Cluster.connect(RuntimeConfig(kind="ray", start_timeout_s=60.0), {"CPU": 16.0})
+    await cluster.make_room([{"CPU": 16.0}])
+    await cluster.close()
+
+
 def test_room_that_another_run_holds_is_waited_for_and_then_refused(ray_here):
     import ray
 
@@ -170,8 +177,7 @@ def test_room_that_another_run_holds_is_waited_for_and_then_refused(ray_here):
         finally:
             await second.close()
             await first.close()
-        await first.make_room([{"CPU": 16.0}])  # all of it is free again
-        await first.close()
+        await require_all_free()
         return str(refused.value)
 
     said = asyncio.run(two_runs())
@@ -256,3 +262,19 @@ def test_a_gpu_is_refused_by_name_and_shared_ones_are_added_up(ray_here):
     assert "GPU 4 of node a has 2,024 MB free and is to hold 2 x generator" in refusal(
         ranks=ranks, generators=[on("4", 2024.0)] * 2
     )
+
+
+def test_a_run_that_does_not_fit_its_nodes_ends_before_it_loads_and_leaves_nothing(ray_here, tmp_path):
+    """Its machine belongs to a cluster, so that nothing is known of its memory until the actors are there."""
+    import ray
+
+    settings = [
+        "learner.ranks=1",
+        "generator.replicas=1",
+        "generator.kv_memory_mb=1e9",
+        f"runtime={{kind: ray, address: '{ray.get_runtime_context().gcs_address}', verifiers: 0}}",
+        f"run.dir={tmp_path / 'run'}",
+    ]
+    with pytest.raises(ConfigError, match=r"node .* MB free and is to hold 1 x rank .* 1 x generator.*kv_memory_mb"):
+        run_session(Session(config=config_from_dict(RECIPE, where="test", overrides=settings), say=print))
+    asyncio.run(require_all_free())
