@@ -99,9 +99,9 @@ def _memory(role: RoleMemory, has_gpu: bool) -> Lines:
         yield "libraries", _mb(LIBRARIES_MB)
     yield "while loading", f"{_mb(role.loading)}: whole models" + (", in main memory on their way" if has_gpu else "")
     beside = 0.0 if has_gpu else LIBRARIES_MB
-    low, high = role.on_gpu() if has_gpu else role.on_host(has_gpu=False), role.most
-    high += 0.0 if has_gpu else role.held_on_host
-    yield "together", f"{_mb(low + beside)} in any case, at most about {_mb(high + beside)}, {where}"
+    high = role.most + (0.0 if has_gpu else role.held_on_host)
+    low = f"{_mb(role.needed(has_gpu=has_gpu) + beside)} in any case"
+    yield "together", f"{low}, at most about {_mb(high + beside)}, {where}"
     if has_gpu and role.host:
         yield "beside it", f"{_mb(role.held_on_host)} in main memory"
 

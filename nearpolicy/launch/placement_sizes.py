@@ -53,21 +53,22 @@ class RoleMemory:
         return sum(self.certain.values())
 
     @property
+    def comes_and_goes(self) -> float:
+        """At most."""
+        return max(sum(self.passing.values()), sum(self.updating.values()))
+
+    @property
     def most(self) -> float:
-        """Where it computes, at most."""
-        return max(self.held + max(sum(self.passing.values()), sum(self.updating.values())), self.loading)
+        """Where it computes, what lies in main memory apart."""
+        return max(self.held + self.comes_and_goes, self.loading)
 
     @property
     def held_on_host(self) -> float:
         return sum(self.host.values())
 
-    def on_gpu(self) -> float:
-        """Needed there in any case."""
-        return max(self.held, self.loading)
-
-    def on_host(self, *, has_gpu: bool) -> float:
-        """Needed in main memory in any case."""
-        return max(self.held_on_host + (0.0 if has_gpu else self.held), self.loading)
+    def needed(self, *, has_gpu: bool) -> float:
+        """Where it computes, in any case."""
+        return max(self.held + (0.0 if has_gpu else self.held_on_host), self.loading)
 
 
 def rank_memory(config: RunConfig, shape: ModelShape) -> RoleMemory:
@@ -182,14 +183,16 @@ def held_on_this_machine(config: RunConfig, shape: ModelShape) -> dict[str, floa
         return {}
     transport = config.sync.transport_between(one_process=False, one_host=True)
     rank, generator = rank_memory(config, shape), generator_memory(config, shape)
+    ranks, replicas = config.learner.ranks, config.generator.replicas
     held = {
-        "ranks of the learner": config.learner.ranks * rank.on_host(has_gpu=False),
-        "generators": config.generator.replicas * generator.on_host(has_gpu=False),
+        "ranks of the learner": ranks * (rank.held + rank.held_on_host),
+        "generators": replicas * (generator.held + generator.held_on_host),
         "weights on their way": on_the_way_mb(config, shape, transport),
     }
     if runtime.placement == "colocated":
-        held["generators"] -= config.generator.replicas * saved_by_turns(rank, generator, on_gpu=False)
-    return held
+        held["generators"] -= replicas * saved_by_turns(rank, generator, on_gpu=False)
+    loading = {"ranks of the learner": ranks * rank.loading, "generators": replicas * generator.loading}
+    return max(held, loading, key=lambda owners: sum(owners.values()))
 
 
 def peak_on_this_machine(config: RunConfig, shape: ModelShape) -> float:
@@ -198,6 +201,6 @@ def peak_on_this_machine(config: RunConfig, shape: ModelShape) -> float:
     if not held:
         return 0.0
     rank, generator = rank_memory(config, shape), generator_memory(config, shape)
-    more = config.learner.ranks * (LIBRARIES_MB + rank.most - rank.on_gpu())
-    more += config.generator.replicas * (LIBRARIES_MB + generator.most - generator.on_gpu())
+    more = config.learner.ranks * (LIBRARIES_MB + rank.comes_and_goes)
+    more += config.generator.replicas * (LIBRARIES_MB + generator.comes_and_goes)
     return (sum(held.values()) + more) * 1.1

@@ -90,8 +90,8 @@ def test_what_is_offloaded_lies_in_main_memory():
     everything = rank("learner.offload=parameters")
     assert (everything.certain, sum(everything.host.values())) == ({}, 1024)
     assert "unsummed gradients" not in everything.passing
-    assert everything.on_gpu() == 512  # it is loaded whole, where it computes
-    assert everything.on_host(has_gpu=True) == 1024
+    assert everything.needed(has_gpu=True) == 512  # it is loaded whole, where it computes
+    assert everything.needed(has_gpu=False) == 1024
 
 
 def test_a_reference_and_a_critic_are_cut_too():

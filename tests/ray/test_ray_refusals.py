@@ -252,6 +252,16 @@ def test_roles_that_take_turns_need_less_together(ray_here):
     assert "need 13,264 MB" in refusal(**of, settings=settings)
 
 
+def test_whole_models_must_fit_while_they_are_loaded(ray_here):
+    """16 ranks hold 256 MB each in the end, and load 1,024."""
+    node = replace(here(), node="a", node_id="a", free_mb=16 * 1024.0)
+    elsewhere = [replace(node, node_id="b", free_mb=1e6)]
+    settings = ("learner.ranks=16",)
+    assert refusal(ranks=[node] * 16, generators=elsewhere, settings=settings) is None
+    short = replace(node, free_mb=16 * 1024.0 - 1)
+    assert "need 16,384 MB" in refusal(ranks=[short] * 16, generators=elsewhere, settings=settings)
+
+
 def test_a_gpu_is_refused_by_name_and_shared_ones_are_added_up(ray_here):
     def on(gpu: str, free: float):
         return replace(here(), node="a", node_id="a", free_mb=1e6, gpus=(gpu,), free_gpu_mb=free)

@@ -55,15 +55,21 @@ def _short(residents: Sequence[_Resident], saved: float, also: float, *, on_gpu:
             by_place.setdefault((each.place.node_id, *(each.place.gpus[:1] if on_gpu else ())), []).append(each)
     for here in by_place.values():
         place, roles = here[0].place, Counter(each.role for each in here if bool(each.place.gpus) == on_gpu)
-        needed = sum(
-            each.memory.on_gpu() if on_gpu else each.memory.on_host(has_gpu=bool(each.place.gpus)) for each in here
-        )
-        needed += also * any(each.role == "generator" for each in here)
-        needed -= saved * min(roles["generator"], roles["rank of the learner"])
+        held = sum(_held(each, on_gpu=on_gpu) for each in here)
+        held += also * any(each.role == "generator" for each in here)
+        held -= saved * min(roles["generator"], roles["rank of the learner"])
+        needed = max(held, sum(each.memory.loading for each in here))  # all load at the same time
         free = place.free_gpu_mb if on_gpu else place.free_mb
         if free is not None and needed > free:
             where = f"GPU {place.gpus[0]} of node {place.node}" if on_gpu else f"node {place.node}"
             yield _sentence(where, here, needed, free)
+
+
+def _held(resident: _Resident, *, on_gpu: bool) -> float:
+    memory = resident.memory
+    if on_gpu:
+        return memory.held
+    return memory.held_on_host + (0.0 if resident.place.gpus else memory.held)
 
 
 def _sentence(where: str, here: Sequence[_Resident], needed: float, free: float) -> str:
