@@ -52,7 +52,7 @@ def command(
         ("rewards", _rewards(config, functions)),
         ("sizes", _sizes(config)),
         ("model", _model(config, shape)),
-        ("memory", _memory(config, shape)),
+        *_processes(config, shape),
         ("machine", _machine(config)),
     ]
     if mixture is not None:
@@ -327,7 +327,7 @@ def _sizes(config: RunConfig) -> Lines:
     yield "tokens per step", f"at most {sampled:,} sampled, {completions * longest:,} with prompts"
     yield "updates", f"{updates} per step, {updates * config.run.steps:,} in {config.run.steps} steps"
     yield "slots", f"{config.num_slots} groups = {ahead} completions admitted but not yet in published weights, at most"
-    yield "decoded at once", f"{min(config.generator.max_running, ahead)} sequences"
+    yield "decoded at once", f"{min(config.generator.max_running * config.generator.replicas, ahead)} sequences"
     oldest = f"at most {count(queue.max_staleness, 'step')} when consumed"
     yield "staleness", f"{oldest}, {count(lag, 'update')} at the end of the step"
     if queue.max_staleness or queue.at_bound != "wait":
@@ -341,10 +341,12 @@ def _model(config: RunConfig, shape: ModelShape | None) -> Lines:
     from nearpolicy.launch.sizes import longest_sequence
 
     yield "path", config.model.path
+    if shape is not None and shape.shipped:
+        yield "shape", "from the table that is shipped with nearpolicy; the model has not been fetched"
     if shape is None:
         yield "size", "unknown until it is fetched from the hub"
         return
-    about = "" if shape.exact else "about "
+    about = "" if shape.exact or shape.shipped else "about "
     yield "parameters", f"{about}{shape.parameters:,} in {config.model.dtype}"
     yield "trained", _trained(config, shape)
     yield "longest sequence", f"{longest_sequence(config)} of {shape.max_length or 'any number of'} tokens"
@@ -363,6 +365,15 @@ def _trained(config: RunConfig, shape: ModelShape) -> str:
     share = f"{size.trained / shape.parameters:.2%} of the model's"
     how = f"rank {lora.rank}, alpha {lora.alpha:g}, {size.layers} layers"
     return f"an adapter of {about}{size.trained:,} parameters, {share} ({how})"
+
+
+def _processes(config: RunConfig, shape: ModelShape | None) -> list[tuple[str, Lines]]:
+    """Sections about what holds the roles: this process, or those that Ray places."""
+    if config.runtime.kind == "inline":
+        return [("memory", _memory(config, shape))]
+    from nearpolicy.launch.explain_placement import sections
+
+    return sections(config, shape)
 
 
 def _memory(config: RunConfig, shape: ModelShape | None) -> Lines:
@@ -391,19 +402,29 @@ def _memory(config: RunConfig, shape: ModelShape | None) -> Lines:
 
 
 def _machine(config: RunConfig) -> Lines:
-    from nearpolicy.launch.sizes import role_threads, versions
+    from nearpolicy.launch.sizes import versions
     from nearpolicy.machine import num_cores
 
     cores = num_cores()
     yield "cores", str(cores)
-    parts = []
-    for role, other, threads in zip(("engine", "learner"), ("learner", "engine"), role_threads(config), strict=True):
-        fixed = config.generator.threads if role == "engine" else config.learner.threads
-        more = f" ({cores} while the {other} rests)" if fixed is None and threads < cores else ""
-        parts.append(f"{role} {threads}{more}")
-    yield "threads", ", ".join(parts)
+    yield "threads", _threads(config, cores)
     yield "python", platform.python_version()
     yield "packages", ", ".join(f"{name} {version}" for name, version in versions().items())
+
+
+def _threads(config: RunConfig, cores: int) -> str:
+    from nearpolicy.launch.sizes import role_threads
+
+    generator, learner, runtime = config.generator.threads, config.learner.threads, config.runtime
+    if runtime.kind == "ray":
+        own = generator or int(max(1, runtime.cpus_per_generator)), learner or int(max(1, runtime.cpus_per_learner))
+        return "a generator {}, a rank of the learner {}".format(*own)
+    parts = []
+    for role, other, threads in zip(("engine", "learner"), ("learner", "engine"), role_threads(config), strict=True):
+        fixed = generator if role == "engine" else learner
+        more = f" ({cores} while the {other} rests)" if fixed is None and threads < cores else ""
+        parts.append(f"{role} {threads}{more}")
+    return ", ".join(parts)
 
 
 def _data(task: TaskData, limit: int, renderer: Renderer) -> Lines:

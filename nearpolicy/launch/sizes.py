@@ -1,7 +1,8 @@
 """How large a run is, worked out from the recipe and a model's config file, without loading torch or the model.
 
-Parameter counts come from a file's header where there is one and are exact; for `random:` models and activations
-they are estimates. The parts are named by owner, so that a reader sees whose setting to turn."""
+Parameter counts come from a file's header where there is one and are exact, as are those of the shipped table; for
+`random:` models and activations they are estimates. The parts are named by owner, so that a reader sees whose setting
+to turn."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -41,6 +42,8 @@ class ModelShape:
     parameters: int
     exact: bool
     """Counted in a file's header, rather than estimated."""
+    embeddings: int
+    """Those outside the layers: of tokens, and of the head where it is not the same matrix."""
     layers: int
     hidden: int
     intermediate: int
@@ -55,10 +58,12 @@ class ModelShape:
     """Module name -> (out, in)."""
     names_from_file: bool
     """Whether the matrices are those of a file, rather than the linear layers of a Llama of this size."""
+    shipped: bool = False
+    """From the table that comes with this package, because the model itself is not here."""
 
 
 def model_shape(model: ModelConfig, key: str = "model.path") -> ModelShape | None:
-    """The shape of a recipe's model; None if it lies on a hub and has not been fetched yet.
+    """The shape of a recipe's model; None if it lies on a hub, has not been fetched yet, and no table has it.
 
     `ModelError` names the ``key`` that the model stands under, for a broken file too, whose reading may raise anything.
     """
@@ -81,12 +86,18 @@ def _model_shape(model: ModelConfig) -> ModelShape | None:
         return _shape_of_gguf(_gguf_in_package(model.package))
     folder = _local_folder(model.path)
     if folder is None:
-        return None
+        shipped = shipped_configs().get(model.path)
+        return None if shipped is None else replace(shape_of(shipped, parameters=None), shipped=True)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     shapes = _safetensors_shapes(folder)
     parameters = sum(map(math.prod, shapes.values())) or None
     matrices = {name.removesuffix(".weight"): (s[0], s[1]) for name, s in shapes.items() if len(s) == 2}
     return shape_of(config.get("text_config", config), parameters=parameters, matrices=matrices)
+
+
+def shipped_configs() -> dict[str, dict[str, Any]]:
+    """Hub id -> what sizes follow from, of models that are often trained: the names and values of their config.json."""
+    return json.loads(Path(__file__).with_name("model_shapes.json").read_text(encoding="utf-8"))
 
 
 def shape_of(
@@ -98,6 +109,8 @@ def shape_of(
     kv_heads = int(config.get("num_key_value_heads") or heads)
     head_dim = int(config.get("head_dim") or hidden // heads)
     intermediate = int(config.get("intermediate_size") or 4 * hidden)
+    experts = int(config.get("num_local_experts") or config.get("num_experts") or 1)
+    expert = int(config.get("moe_intermediate_size") or intermediate) if experts > 1 else intermediate
     vocabulary = int(config["vocab_size"])
     key_dim = value_dim = head_dim
     if config.get("kv_lora_rank"):  # MLA: the engine keeps expanded keys and values, of different width
@@ -105,16 +118,18 @@ def shape_of(
         key_dim = int(config["qk_nope_head_dim"]) + int(config["qk_rope_head_dim"])
         value_dim = int(config["v_head_dim"])
     kv_width = kv_heads * (key_dim + value_dim)
-    for size in (hidden, layers, heads, kv_heads, intermediate, vocabulary, key_dim, value_dim):
+    for size in (hidden, layers, heads, kv_heads, intermediate, expert, experts, vocabulary, key_dim, value_dim):
         if not 0 < size <= LARGEST_SIZE:
             raise ValueError(f"a size in it is {size}")
     embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings", True) else 2)
-    experts = int(config.get("num_local_experts") or config.get("num_experts") or 1)
-    layer = hidden * (2 * heads * head_dim + kv_width) + 3 * hidden * intermediate * experts + 2 * hidden
+    router = hidden * experts if experts > 1 else 0
+    layer = hidden * (2 * heads * head_dim + kv_width) + 3 * hidden * expert * experts + router + 2 * hidden
+    layer += _vectors(str(config.get("model_type", "")), heads * head_dim + kv_width, head_dim)
     longest = config.get("max_position_embeddings")
     return ModelShape(
         parameters=parameters or embeddings + layers * layer + hidden,
         exact=parameters is not None,
+        embeddings=embeddings,
         layers=layers,
         hidden=hidden,
         intermediate=intermediate,
@@ -134,6 +149,13 @@ def shape_of(
         ),
         names_from_file=bool(matrices),
     )
+
+
+def _vectors(family: str, projected: int, head_dim: int) -> int:
+    """Beside its matrices and two norms, what a layer of a family has: norms of queries and keys, or biases."""
+    if family in ("qwen3", "qwen3_moe"):
+        return 2 * head_dim
+    return projected if family in ("qwen2", "qwen2_moe") else 0
 
 
 def role_threads(config: RunConfig) -> tuple[int, int]:
@@ -256,7 +278,13 @@ def peak_memory_mb(config: RunConfig, shape: ModelShape) -> float:
 
 def memory_warning(config: RunConfig, shape: ModelShape) -> str | None:
     """A sentence if the run may need more memory than the machine has free now."""
-    peak, free = peak_memory_mb(config, shape), available_memory_mb()
+    free = available_memory_mb()
+    if config.runtime.kind == "ray":
+        from nearpolicy.launch.placement_sizes import peak_on_this_machine
+
+        peak = peak_on_this_machine(config, shape)
+    else:
+        peak = peak_memory_mb(config, shape)
     if free is None or peak <= free:
         return None
     return (
@@ -275,6 +303,10 @@ def memory_refusal(config: RunConfig, shape: ModelShape, *, trains: bool) -> str
     if have is None or any(Path(device).exists() for device in ACCELERATORS):
         return None
     held = {owner: mb for owner, mb in memory_by_owner(config, shape).items() if "activations" not in owner}
+    if trains and config.runtime.kind == "ray":
+        from nearpolicy.launch.placement_sizes import held_on_this_machine
+
+        held = held_on_this_machine(config, shape)
     if not trains:
         held = {owner: mb for owner, mb in held.items() if owner.startswith("engine")}
     if sum(held.values()) <= have:
@@ -282,6 +314,8 @@ def memory_refusal(config: RunConfig, shape: ModelShape, *, trains: bool) -> str
     owner, most = max(held.items(), key=lambda item: item[1])
     knob = {
         "engine: keys and values": "generator.kv_memory_mb or generator.max_running, or shorten sequences",
+        "generators": "generator.replicas, generator.kv_memory_mb or generator.max_running, or use a smaller model",
+        "ranks of the learner": "learner.ranks, or use a smaller model",
     }.get(owner, "the size of the model, or use a smaller one")
     return (
         f"weights, optimizer, keys and values take {sum(held.values()):,.0f} MB and this machine has {have:,.0f} MB; "
@@ -308,8 +342,20 @@ def critic_shape(config: RunConfig, policy: ModelShape) -> ModelShape | None:
 
 
 def available_memory_mb() -> float | None:
-    """Memory the machine could give now, or None where it does not say."""
-    return _meminfo_mb("MemAvailable")
+    """Memory the machine, or the container around this process, could give now; None where it does not say."""
+    found = _meminfo_mb("MemAvailable")
+    inside = _container_free_mb(Path("/sys/fs/cgroup"))
+    return found if inside is None or found is None else min(found, inside)
+
+
+def _container_free_mb(group: Path) -> float | None:
+    """What a container's limit leaves; files that the kernel keeps in memory give way. None without a limit."""
+    try:
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return (limit - used + int(stat["inactive_file"])) / MB
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def machine_memory_mb() -> float | None:

@@ -83,6 +83,12 @@ class Place:
     """Ray's name of it."""
     pid: int
     versions: dict[str, str]
+    free_mb: float | None = None
+    """Main memory that the node could give."""
+    gpus: tuple[str, ...] = ()
+    """Of the node, as Ray numbers them: those of this actor."""
+    free_gpu_mb: float | None = None
+    """Memory that the first of them could give."""
 
 
 def here() -> Place:
@@ -90,10 +96,31 @@ def here() -> Place:
 
     import ray
 
+    from nearpolicy.launch.sizes import available_memory_mb
+
     installed = {name: metadata.version(name) for name in SAME_EVERYWHERE}
     versions = {"python": ".".join(map(str, sys.version_info[:3])), **installed}
     node_id = ray.get_runtime_context().get_node_id()
-    return Place(node=platform.node(), node_id=node_id, pid=os.getpid(), versions=versions)
+    gpus = tuple(map(str, ray.get_runtime_context().get_accelerator_ids().get("GPU", ())))
+    return Place(
+        node=platform.node(),
+        node_id=node_id,
+        pid=os.getpid(),
+        versions=versions,
+        free_mb=available_memory_mb(),
+        gpus=gpus,
+        free_gpu_mb=_free_gpu_mb() if gpus else None,
+    )
+
+
+def _free_gpu_mb() -> float | None:
+    """Of the device that roles here will compute on; None if torch finds none. This has never run on one."""
+    import torch
+
+    from nearpolicy.models.device import pick_device
+
+    device = pick_device()
+    return None if device.type == "cpu" else torch.accelerator.get_memory_info(device)[0] / 2**20
 
 
 def require_same_versions(places: Sequence[Place]) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import socket
+import threading
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -26,8 +27,12 @@ OBJECT_STORE_BYTES = 2 << 30
 """Of a Ray that is started here: weights on their way, and batches."""
 REST_S = 10.0
 """What actors get at the end of a run."""
+WHAT_RAY_SAID = "what Ray has printed says why, if it knows: a token of another cluster, say (RAY_AUTH_TOKEN)"
 PROBE_S = 10.0
-"""For a first word from a cluster's address."""
+"""For a connection to a cluster's address, and for a first word from it."""
+HTTP2_SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""A frame of settings, with none in it. Both sides of a gRPC connection begin with one."""
+HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + HTTP2_SETTINGS
 
 
 @dataclass(eq=False)
@@ -37,6 +42,8 @@ class Cluster:
     config: RuntimeConfig
     is_own: bool
     """Ray was started here, and ends with the run."""
+    _ended: threading.Event = field(default_factory=threading.Event)
+    """Lets the thread go that started it."""
     _bundles: dict[int, tuple[Any, int]] = field(default_factory=dict)
     """Number of a bundle -> its placement group, and its place there."""
     _actors: list[Any] = field(default_factory=list)
@@ -45,11 +52,15 @@ class Cluster:
     async def connect(cls, config: RuntimeConfig, needed: Resources) -> Cluster:
         """`ConfigError` if there is no Ray, no answer, or less than ``needed``."""
         ray = imported_ray()
-        is_own = False
-        if not ray.is_initialized():
-            is_own = True
-            await _within(config.start_timeout_s, _init(ray, config, needed), _where(config))
-        cluster = cls(config, is_own)
+        if config.address not in (None, "auto"):
+            await _answers(config.address, min(PROBE_S, config.start_timeout_s))
+        is_own, ended = not ray.is_initialized(), threading.Event()
+        if is_own:
+            beginning = _init(ray, config, needed, ended)
+            await _within(config.start_timeout_s, beginning, _where(config), lambda: WHAT_RAY_SAID)
+        elif config.address not in (None, "auto"):
+            _require_connected_to(config.address)
+        cluster = cls(config, is_own, ended)
         try:
             cluster._require(needed)
         except BaseException:
@@ -147,11 +158,12 @@ class Cluster:
         if self.is_own and ray.is_initialized():
             self.is_own = False
             await asyncio.to_thread(ray.shutdown)
+        self._ended.set()
 
 
 def imported_ray() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
     try:
         import ray
     except ImportError:
@@ -162,13 +174,14 @@ def imported_ray() -> Any:
     return ray
 
 
-async def _init(ray: Any, config: RuntimeConfig, needed: Resources) -> None:
+async def _init(ray: Any, config: RuntimeConfig, needed: Resources, ended: threading.Event) -> None:
     quiet: dict[str, Any] = {"configure_logging": False, "log_to_driver": False}
     logging.getLogger("ray").setLevel(logging.ERROR)
     if config.address is None:
         cores = max(num_cores(), int(-(-needed.get("CPU", 0) // 1)))  # one machine may run more roles than it has cores
-        await asyncio.to_thread(
-            ray.init,
+        await _initialised(
+            ray,
+            ended,
             address="local",
             num_cpus=cores,
             include_dashboard=False,
@@ -176,31 +189,100 @@ async def _init(ray: Any, config: RuntimeConfig, needed: Resources) -> None:
             **quiet,
         )
         return
-    if config.address != "auto":
-        await _answers(config.address)
     try:
-        await asyncio.to_thread(ray.init, address=config.address, **quiet)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+        await _initialised(ray, ended, address=config.address, **quiet)
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise ConfigError(
             f"runtime.address={config.address}: no Ray cluster to join ({described(error)}). Start one (`ray start "
             "--head`), correct the address, or leave it out for a Ray on this machine alone"
         ) from error
 
 
-async def _answers(address: str) -> None:
-    """`ConfigError` unless something listens there: Ray itself would try for minutes."""
+async def _initialised(ray: Any, ended: threading.Event, **options: Any) -> None:
+    """`ray.init`, which tries for minutes and cannot be called off: on a thread that no exit waits for. A Ray that
+    comes after all, when nobody waits any more, is ended.
+
+    The kernel kills what a thread has started when that thread ends, so this one stays until ``ended``.
+    """
+    loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+    given_up = threading.Event()
+
+    def settle(error: BaseException | None) -> None:
+        if not done.done():
+            done.set_result(None) if error is None else done.set_exception(error)
+
+    def start() -> None:
+        error = None
+        try:
+            ray.init(**options)
+        except BaseException as found:
+            error = found
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, error)
+        if error is None:
+            ended.wait()
+            if given_up.is_set():
+                ray.shutdown()
+
+    threading.Thread(target=start, name="ray.init", daemon=True).start()
+    try:
+        await done
+    except BaseException:
+        given_up.set()
+        ended.set()
+        raise
+
+
+async def _answers(address: str, limit_s: float) -> None:
+    """`ConfigError` unless what listens there speaks as a head node does: Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ConfigError(f"runtime.address={address} is not of the form HOST:PORT (6379 unless chosen otherwise)")
     try:
-        async with asyncio.timeout(PROBE_S):
-            _, writer = await asyncio.open_connection(host, int(port))
+        async with asyncio.timeout(limit_s):
+            reader, writer = await asyncio.open_connection(host, int(port))
     except (OSError, TimeoutError, socket.gaierror) as error:
         raise ConfigError(
             f"runtime.address={address}: nothing answers there ({described(error)}). Is the head node up, and its port "
             "open from here? `ray status` on it says so"
         ) from error
-    writer.close()
+    try:
+        async with asyncio.timeout(limit_s):
+            writer.write(HTTP2_HELLO)
+            answer = await reader.readexactly(len(HTTP2_SETTINGS))
+    except (OSError, EOFError, TimeoutError):
+        answer = b""
+    finally:
+        writer.close()
+    if answer[3:4] != HTTP2_SETTINGS[3:4]:
+        raise ConfigError(
+            f"runtime.address={address}: something listens there, but it is no head node of Ray (it does not speak "
+            "gRPC). `ray status` on the head node says its address; the port of the dashboard (8265) is another one"
+        )
+
+
+def _require_connected_to(address: str) -> None:
+    """`ConfigError` if this process is connected to another cluster: it can have one at a time."""
+    import ray
+
+    ours = ray.get_runtime_context().gcs_address
+    (host, _, port), (our_host, _, our_port) = address.rpartition(":"), ours.rpartition(":")
+    if port != our_port or _hosts(host).isdisjoint(_hosts(our_host)):
+        raise ConfigError(
+            f"runtime.address={address}, but this process is connected to the Ray at {ours} already; call "
+            "ray.shutdown() first, or leave runtime.address out to use that one"
+        )
+
+
+def _hosts(name: str) -> set[str]:
+    """Addresses of a host; those of this machine stand for one another."""
+    import ray
+
+    found, own = set(), {"127.0.0.1", "::1", ray.util.get_node_ip_address()}
+    for host, addresses in ((name, found), (socket.gethostname(), own)):
+        with contextlib.suppress(OSError):
+            addresses |= {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+    return found if found.isdisjoint(own) else found | own
 
 
 def _where(config: RuntimeConfig) -> str:

@@ -27,9 +27,11 @@ from nearpolicy.launch.ray.cluster import Cluster
 from nearpolicy.launch.ray.generators import GeneratorMember
 from nearpolicy.launch.ray.hosts import GeneratorHost, LearnerHost, Loaded, VerifierHost
 from nearpolicy.launch.ray.learner import LearnerRanks
+from nearpolicy.launch.ray.memory import require_memory
 from nearpolicy.launch.ray.transports import chosen
 from nearpolicy.launch.ray.verifiers import Demand, VerifierPools
 from nearpolicy.launch.runtime import Functions, RunVerifier, Say
+from nearpolicy.launch.sizes import model_shape
 from nearpolicy.machine import collect_garbage_rarely
 from nearpolicy.placement import Rooms
 from nearpolicy.verifier.service import OnEvent, VerifierService
@@ -121,6 +123,8 @@ class RayRuntime:
         )
         require_same_versions(places)
         self._transport = chosen(self._config, places)
+        if (shape := model_shape(self._config.model)) is not None:
+            require_memory(self._config, shape, places[: len(ranks)], places[len(ranks) :], self._transport)
         found = await asyncio.gather(*map(self._load_rank, ranks), *map(self._load_generator, replicas))
         for text in dict.fromkeys(text for loaded in found for text in loaded.said):
             self._say(text)
