@@ -26,11 +26,14 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	$(VENV)/bin/nearpolicy train recipes/demo.yaml $(ARGS)
 
+# Two workers share the tests by file. Those that start Ray come behind, alone: one Ray for all of them.
 test: $(INSTALLED)
-	$(VENV)/bin/python -m pytest -m "not large" tests
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not large" --ignore=tests/ray tests
+	$(VENV)/bin/python -m pytest -m "not large" tests/ray
 
 test-all: $(INSTALLED)
-	$(VENV)/bin/python -m pytest tests
+	$(VENV)/bin/python -m pytest --ignore=tests/ray tests
+	$(VENV)/bin/python -m pytest tests/ray
 
 chaos: $(INSTALLED)
 	$(VENV)/bin/python tests/chaos/chaos.py $(ARGS)

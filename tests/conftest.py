@@ -53,17 +53,3 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.hookimpl(tryfirst=True)  # before the workers look at the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two workers share the tests by file (`make test`), so that each makes what its files need once. Whatever starts
-    Ray, or processes that stay for the whole session, is one worker's."""
-    for item in items:
-        needs = set(getattr(item, "fixturenames", ()))
-        group = next((name for name in SHARED if name in needs), None) or str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
-
-
-SHARED = ("ray_here", "rank_pool", "helpers")
-"""Session-wide fixtures that are there once."""
