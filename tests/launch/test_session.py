@@ -6,7 +6,6 @@ import asyncio
 import json
 import shutil
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -145,16 +144,13 @@ def test_a_stop_during_an_evaluation_between_steps_ends_the_run_and_saves(config
         assert {sample.version for sample in run.evaluations()} == {0, 1}
 
 
-def never(completions, **_):
-    time.sleep(1000)
-
-
 def test_a_reward_that_never_answers_ends_the_run_with_its_name_whether_or_not_there_is_an_evaluation(config):
-    reward = "tasks.0.rewards=[{kind: function, path: 'given:never'}]"
+    Path("slow.py").write_text("import time\n\n\ndef never(completions, **_):\n    time.sleep(1000)\n")
+    reward = "tasks.0.rewards=[{kind: function, path: 'slow.py:never'}]"
     for asked in ((), ("tasks.0.held_out=4", "evaluation.pass_k=[2]")):
         limits = ("verifier.timeout_s=0.1", "verifier.retries=0", "verifier.workers=1", *asked)
         with pytest.raises(VerifierError, match=r"^reward 'function' of task 'sums' answered none of its first 8 "):
-            run_session(Session(config=config(reward, *limits), functions={"given:never": never}))
+            run_session(Session(config=config(reward, *limits)))
 
 
 def raises(completions, **_):
