@@ -332,7 +332,7 @@ def _sizes(config: RunConfig) -> Lines:
     yield "staleness", f"{oldest}, {count(lag, 'update')} at the end of the step"
     if queue.max_staleness or queue.at_bound != "wait":
         yield "stragglers", _stragglers(config)
-        yield "under way at publication", _ON_SYNC[config.generator.on_sync]
+        yield "running at publication", _ON_SYNC[config.generator.on_sync]
     every = config.sync.weight_sync_steps
     yield "weights published", "after every step" if every == 1 else f"every {every} steps"
 
