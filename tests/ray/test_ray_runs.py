@@ -120,13 +120,22 @@ def test_weights_arrive_as_they_were_sent_whatever_the_way(actors, transport, tm
     assert fingerprints("ray") == fingerprints("inline")
 
 
+def test_pieces_of_several_ranks_go_through_the_object_store(actors):
+    said: list[str] = []
+    train("ray", "runtime=ray", "learner.ranks=2", "sync.transport=object_store", said=said)
+    require_whole("ray", bound=0, steps=3)
+    assert not any("is behind" in text or "was lost" in text for text in said), said
+
+
 @pytest.mark.parametrize("bound", [0, 2])
 def test_roles_that_take_turns_give_what_they_give_side_by_side(actors, bound):
     """Colocated: each step begins with generators asleep, and sequences that were running go on from their tokens."""
     settings = (f"queue.max_staleness={bound}", "generator.replicas=2", "learner.ranks=2", "runtime=ray")
     if bound == 0:
         train("apart", *settings)
-    train("together", "runtime.placement=colocated", *settings)
+    said: list[str] = []
+    train("together", "runtime.placement=colocated", *settings, said=said)
+    assert not any("was lost" in text for text in said), said
     require_whole("together", bound=bound, steps=3)
     assert bound or fingerprints("together") == fingerprints("apart")
 
@@ -186,3 +195,45 @@ def test_whoever_dies_the_weights_are_those_of_an_undisturbed_run(actors, victim
     assert fingerprints("killed") == fingerprints("whole")
     require_whole("killed", bound=0, steps=4)
     assert any("died" in text or "was lost" in text for text in said), said
+
+
+def dies_before(monkeypatch, call: str) -> list[str]:
+    """The only rank, before it is asked for this for the third time; for a checkpoint the first time."""
+    import ray
+
+    from nearpolicy.launch.ray.learner import LearnerRanks
+
+    asked, killed, plain = [], [], LearnerRanks.call
+
+    async def dying(self, function, *arguments):
+        name = getattr(getattr(function, "func", function), "__name__", "")
+        asked.append(name)
+        if name == call and not killed and (asked.count(call) == 3 or call == "load_checkpoint"):
+            killed.append(name)
+            ray.kill(self._ranks[0], no_restart=True)
+        return await plain(self, function, *arguments)
+
+    monkeypatch.setattr(LearnerRanks, "call", dying)
+    return killed
+
+
+def test_a_rank_lost_in_the_warm_start_makes_it_once(actors, monkeypatch):
+    settings = ("warm_start.steps=4", "warm_start.batch_size=2", "run.steps=1")
+    train("whole", *settings)
+    killed = dies_before(monkeypatch, "supervised_step")
+    train("killed", "runtime=ray", *settings)
+    assert killed and fingerprints("killed") == fingerprints("whole")
+
+
+def test_a_rank_lost_while_a_checkpoint_is_loaded_leaves_it_where_it_is(actors, monkeypatch):
+    train("whole", "run.steps=3")
+    begun = train("run", "run.steps=3", on_step=lambda session, step: step == 1 and session.stop())
+    killed = dies_before(monkeypatch, "load_checkpoint")
+    said: list[str] = []
+    run_session(
+        Session(config=resumed_config(begun.folder, ["runtime.kind=ray"]), folder=begun.folder, resumes=True,
+                say=said.append)
+    )  # fmt: skip
+    assert killed and fingerprints("run") == fingerprints("whole")
+    assert not any("set aside" in text for text in said), said
+    assert not list(begun.folder.checkpoints.glob("undone-*"))

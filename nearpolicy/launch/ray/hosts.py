@@ -292,11 +292,6 @@ class LearnerHost(_Role):
         """Hand a version to generators that are receiving it."""
         return self._answered(self._sender.deliver, shipment, members, awaited)
 
-    def memory(self) -> dict[str, float]:
-        from nearpolicy.launch import build
-
-        return build.learner_memory(self._learner)
-
     async def close(self) -> None:
         if self._sender is not None:
             self._sender.close()
