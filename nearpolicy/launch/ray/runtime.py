@@ -95,6 +95,7 @@ class RayRuntime:
             lambda task: [reward.source for reward in rewards[task]],
             tell,
             self._say,
+            silence_s=runtime.silence_s,
         )
         return self._pools
 
