@@ -586,8 +586,7 @@ class Link:
                 self._fleet._unproved(self)
             raise
         finally:
-            if self.is_there:
-                self._settle(True)
+            self._settle(True)
         if self.is_there:
             self._fleet._shown(self, (weights.record.lineage, version))
         return shown
@@ -649,7 +648,7 @@ class Link:
                 sent.set_result(None)
 
     def _settle(self, settled: bool) -> None:
-        for number in self.numbers:
+        for number in self.numbers if self.is_there else ():  # else they may be another one's by now
             self._fleet._dispatch.settled(number, settled)
 
     def start(self) -> None:

@@ -237,3 +237,36 @@ def test_a_rank_lost_while_a_checkpoint_is_loaded_leaves_it_where_it_is(actors, 
     assert killed and fingerprints("run") == fingerprints("whole")
     assert not any("set aside" in text for text in said), said
     assert not list(begun.folder.checkpoints.glob("undone-*"))
+
+
+def test_the_only_generator_dies_while_its_batch_is_learned(actors, monkeypatch):
+    """The version is published all the same; the one that comes in its place takes it."""
+    import ray
+
+    from nearpolicy.launch.ray.learner import LearnerRanks
+
+    settings, killed, plain = ("run.steps=3", "checkpoint.every=0"), [], LearnerRanks.step
+    train("whole", *settings)
+
+    async def step(self, batch):
+        report = await plain(self, batch)
+        if batch.step == 1:
+            (actor,) = session.runtime._generators.values()
+            ray.kill(actor, no_restart=True)
+            killed.append(actor)
+        return report
+
+    monkeypatch.setattr(LearnerRanks, "step", step)
+    config = config_from_dict(RECIPE, where="test", overrides=["run.dir=killed", "runtime=ray", *settings])
+    session = Session(config=config, say=lambda text: None)
+    run_session(session)
+    assert killed and fingerprints("killed") == fingerprints("whole")
+    require_whole("killed", bound=0, steps=3)
+
+
+def test_what_actors_have_to_say_is_said_once(actors):
+    said: list[str] = []
+    settings = ("generator.replicas=2", "generator.threads=64", "learner.threads=64", "run.steps=1")
+    train("ray", "runtime=ray", *settings, said=said)
+    for section in ("generator", "learner"):
+        assert sum(f"{section}.threads=64 is lowered" in text for text in said) == 1, said

@@ -12,7 +12,6 @@ Ray itself restarts none of them: who comes back is brought up to date first.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nearpolicy.config import RunConfig
-from nearpolicy.errors import ConfigError, NearpolicyError, described
+from nearpolicy.errors import ConfigError, EngineError, described
 from nearpolicy.launch.colocated import TakesTurns
 from nearpolicy.launch.ray.calls import Answer, Place, require_same_versions
 from nearpolicy.launch.ray.cluster import Cluster
@@ -36,7 +35,7 @@ from nearpolicy.verifier.service import OnEvent, VerifierService
 from nearpolicy.waits import waiting
 
 if TYPE_CHECKING:
-    from nearpolicy.generator.fleet import Fleet
+    from nearpolicy.generator.fleet import Fleet, Link
     from nearpolicy.launch.build import Language
     from nearpolicy.launch.meter import Meter
     from nearpolicy.sync.publisher import Publisher
@@ -44,6 +43,8 @@ if TYPE_CHECKING:
 
 LONGEST_PAUSE_S = 60.0
 """Between two tries to start a generator."""
+LOOKS_EVERY_S = 0.2
+"""For a generator, while none is there."""
 
 
 class RayRuntime:
@@ -63,8 +64,10 @@ class RayRuntime:
         self._verifiers: dict[int, Any] = {}
         self._ranks_are_used = False
         self._fleet: Fleet | None = None
+        self.publisher: Publisher | None = None
         self._garbage_as_before: Callable[[], None] = lambda: None
         self._joining: set[asyncio.Task[None]] = set()
+        self._said: set[str] = set()
 
     @property
     def _num_ranks(self) -> int:
@@ -123,8 +126,6 @@ class RayRuntime:
         require_same_versions(places)
         self._transport = chosen(self._config, places)
         found = await asyncio.gather(*map(self._load_rank, ranks), *map(self._load_generator, replicas))
-        for text in dict.fromkeys(text for loaded in found for text in loaded.said):
-            self._say(text)
         self._settle_numerics(found)
 
     def _settle_numerics(self, found: Sequence[Loaded]) -> None:
@@ -157,7 +158,7 @@ class RayRuntime:
 
     async def _started(self, what: str, answer: Any) -> Any:
         """A step of the start; `ConfigError` if it takes too long or its actor dies."""
-        from ray.exceptions import RayError
+        from ray.exceptions import RayError, RayTaskError
 
         limit = self._config.runtime.start_timeout_s
         try:
@@ -166,12 +167,20 @@ class RayRuntime:
                     found = await answer
         except TimeoutError:
             raise ConfigError(f"{what}: not within {limit:g} s (runtime.start_timeout_s)") from None
+        except RayTaskError as error:  # the call itself: what was sent cannot be read there, say
+            raise ConfigError(f"{what}: {described(error, 600)}") from error
         except RayError as error:
             raise ConfigError(
                 f"{what}: its process ended ({described(error, 600)}). If memory was short there, `nearpolicy check` "
                 "says what a role needs"
             ) from error
-        return found.result() if isinstance(found, Answer) else found
+        if not isinstance(found, Answer):
+            return found
+        for text in found.said:
+            if text not in self._said:  # all of a kind say the same
+                self._said.add(text)
+                self._say(text)
+        return found.result()
 
     # Generator, learner, publication.
 
@@ -185,6 +194,7 @@ class RayRuntime:
         self._fleet = self.generator = Fleet(
             patience_s=config.runtime.start_timeout_s, silence_s=config.runtime.silence_s, on_event=self._of_fleet
         )
+        self._any = AnyMember(self._fleet, config.runtime.start_timeout_s)
         if config.runtime.placement == "colocated":
             self.learner = TakesTurns(self._learner, self._fleet)
         begun = await asyncio.gather(
@@ -192,10 +202,11 @@ class RayRuntime:
         )
         for member in begun[1:]:
             self._fleet.join(member)
-        self.publisher: Publisher = Publisher(
+        self.publisher = Publisher(
             self.learner,
             {link.member.name: link for link in self._fleet.links},
             timeout_s=config.sync.timeout_s,
+            lost_come_back=True,
             deliver=self._learner.deliver,
             on_event=partial(tell, "sync"),
             on_behind=lambda name, reason: self._say(f"{name} is behind: {reason}"),
@@ -218,7 +229,12 @@ class RayRuntime:
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._joining.add(task)
-        task.add_done_callback(self._joining.discard)
+        task.add_done_callback(self._kept)
+
+    def _kept(self, task: asyncio.Task[None]) -> None:
+        self._joining.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._say(f"a generator less: no other one could be started, {described(error)}")
 
     async def _replace(self, name: str, reason: str) -> None:
         """Another one in the place of a generator that was lost."""
@@ -231,7 +247,8 @@ class RayRuntime:
     async def _add(self, place: int) -> None:
         """One more, as soon as there is room for it."""
         bundle = self._rooms.of["generator"][place].bundle
-        await self._cluster.more_room(bundle, self._rooms.more[bundle])
+        with waiting(_name(place), "room in the cluster (generator.most_replicas)"):
+            await self._cluster.more_room(bundle, self._rooms.more[bundle])
         await self._join(place)
 
     async def _join(self, place: int) -> None:
@@ -244,14 +261,15 @@ class RayRuntime:
                 loaded = await self._load_generator(place)
                 require_same_versions([loaded.place])
                 self._require_as_exact(name, loaded)
-                member = await self._member(place, actor)
-            except NearpolicyError as error:
+                link = self._fleet.join(await self._member(place, actor))
+            except Exception as error:
                 self._cluster.kill(actor)
                 self._say(f"{name} cannot be started, and is tried again in {pause_s:g} s: {described(error, 200)}")
-                await asyncio.sleep(pause_s)
+                with waiting(name, "the next try to start it"):
+                    await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 continue
-            await self.publisher.add(name, self._fleet.join(member))
+            await self.publisher.add(name, link)
             return
 
     def _require_as_exact(self, name: str, loaded: Loaded) -> None:
@@ -288,16 +306,16 @@ class RayRuntime:
         from nearpolicy.launch import build
 
         config = self._config
-        return build.make_meter(
-            config, language, self.generator, _AnyMember(self._fleet), self.learner, self._bound, tell, self._say
-        )
+        return build.make_meter(config, language, self.generator, self._any, self.learner, self._bound, tell, self._say)
 
     def usage(self) -> dict[str, float]:
         return self._fleet.usage()
 
     async def memory(self) -> dict[str, float]:
-        """Of the first generator and the first rank."""
-        engine, learner = await asyncio.gather(self._generators[0].do.remote("memory"), self._learner.memory())
+        """Of one generator and the first rank."""
+        from nearpolicy.launch import build
+
+        engine, learner = await asyncio.gather(self._any.examine(build.engine_memory), self._learner.memory())
         return engine | learner
 
     async def stop(self) -> None:
@@ -308,8 +326,9 @@ class RayRuntime:
             task.cancel()
         await asyncio.gather(*self._joining, return_exceptions=True)
         if fleet is not None:
-            with contextlib.suppress(Exception):
-                await fleet.close()
+            if self.publisher is not None:
+                await self.publisher.close()
+            await fleet.close()
 
     async def close(self) -> None:
         await self.stop()
@@ -319,13 +338,36 @@ class RayRuntime:
 
 
 @dataclass(frozen=True, slots=True)
-class _AnyMember:
-    """Whatever generator is there, for a look inside."""
+class AnyMember:
+    """Whatever generator is there, for a look inside; another one if it dies."""
 
     fleet: Fleet
+    patience_s: float
 
     async def examine(self, look: Callable[..., Any]) -> Any:
-        return await self.fleet.links[0].member.examine(look)
+        """`EngineError` if there is none for so long."""
+        from ray.exceptions import RayError, RayTaskError
+
+        limit = self.patience_s
+        try:
+            with waiting("a look at a generator", "one that holds the present weights"):
+                async with asyncio.timeout(limit):
+                    while True:
+                        for link in self._up_to_date:
+                            try:
+                                return await link.member.examine(look)
+                            except RayTaskError:
+                                raise
+                            except RayError:
+                                pass  # the fleet hears of it
+                        await asyncio.sleep(LOOKS_EVERY_S)
+        except TimeoutError:
+            raise EngineError(f"no generator could be looked at for {limit:g} s (runtime.start_timeout_s)") from None
+
+    @property
+    def _up_to_date(self) -> list[Link]:
+        newest = max((link.held for link in self.fleet.links if link.held is not None), default=None)
+        return [link for link in self.fleet.links if link.held is not None and link.held == newest]
 
 
 def _place(name: str) -> int:

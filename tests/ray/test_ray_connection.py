@@ -1,0 +1,89 @@
+"""What was begun is ended, whoever stops waiting for it; and whom a look inside asks."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+import pytest
+from ray.exceptions import RayActorError
+
+from nearpolicy.errors import ConfigError, EngineError
+from nearpolicy.launch.ray import cluster as connection
+from nearpolicy.launch.ray.cluster import Cluster
+from nearpolicy.launch.ray.runtime import AnyMember
+from nearpolicy.placement import RuntimeConfig
+
+BOUND_S = 60
+
+
+def test_a_ray_that_nobody_waits_for_any_more_ends_when_it_has_begun(monkeypatch):
+    begins, is_over = threading.Event(), threading.Event()
+    monkeypatch.setattr(connection, "_shut_down", is_over.set)
+
+    async def story() -> None:
+        begun = asyncio.create_task(connection._unless_left(lambda: begins.wait(BOUND_S)))
+        await asyncio.sleep(0)
+        begun.cancel()
+        await asyncio.wait([begun])
+        begins.set()
+
+    asyncio.run(story())
+    assert is_over.wait(BOUND_S)
+
+
+def test_actors_are_killed_and_the_connection_ends_also_if_nobody_waits_for_them_to_rest(monkeypatch):
+    ended = []
+    monkeypatch.setattr(connection, "_shut_down", lambda: ended.append("ray"))
+    monkeypatch.setattr("ray.kill", lambda actor, no_restart: ended.append(actor.name))
+
+    async def story() -> None:
+        cluster = Cluster(RuntimeConfig(kind="ray"), is_own=True)
+        rest = SimpleNamespace(remote=lambda: asyncio.Event().wait())
+        cluster._actors = [SimpleNamespace(name=name, rest=rest) for name in "ab"]
+        closing = asyncio.create_task(cluster.close())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.wait([closing])
+
+    asyncio.run(story())
+    assert ended == ["a", "b", "ray"]
+
+
+def test_another_address_than_that_of_the_connection_is_refused(ray_here):
+    config = RuntimeConfig(kind="ray", address="192.0.2.7:6379")
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.7:6379.*already"):
+        asyncio.run(Cluster.connect(config, {}))
+
+
+class Member:
+    def __init__(self, *answers) -> None:
+        self.answers = list(answers)
+
+    async def examine(self, look):
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def look_at(*links, patience_s: float = BOUND_S):
+    fleet = SimpleNamespace(links=[SimpleNamespace(held=held, member=member) for held, member in links])
+    return asyncio.run(AnyMember(fleet, patience_s).examine(len))
+
+
+def test_a_look_inside_goes_to_a_generator_that_is_there_and_holds_the_present_weights():
+    links = [(None, Member()), ((0, 3), Member()), ((0, 4), Member(RayActorError())), ((0, 4), Member("found"))]
+    assert look_at(*links) == "found"
+
+
+def test_a_look_that_goes_wrong_is_an_error_of_the_look():
+    with pytest.raises(ZeroDivisionError):
+        look_at(((0, 4), Member(ZeroDivisionError())))
+
+
+def test_a_look_at_nobody_ends_by_name():
+    with pytest.raises(EngineError, match="no generator could be looked at"):
+        look_at((None, Member()), patience_s=0.01)
