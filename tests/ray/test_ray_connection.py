@@ -11,9 +11,12 @@ from ray.exceptions import RayActorError
 
 from nearpolicy.errors import ConfigError, EngineError
 from nearpolicy.launch.ray import cluster as connection
+from nearpolicy.launch.ray.calls import Place
 from nearpolicy.launch.ray.cluster import Cluster
 from nearpolicy.launch.ray.runtime import AnyMember
+from nearpolicy.launch.ray.transports import chosen, require_reached
 from nearpolicy.placement import RuntimeConfig
+from nearpolicy.sync.config import SyncConfig
 
 BOUND_S = 60
 
@@ -87,3 +90,34 @@ def test_a_look_that_goes_wrong_is_an_error_of_the_look():
 def test_a_look_at_nobody_ends_by_name():
     with pytest.raises(EngineError, match="no generator could be looked at"):
         look_at((None, Member()), patience_s=0.01)
+
+
+def place(node: str) -> Place:
+    return Place(node=node, node_id=node, pid=1, versions={})
+
+
+@pytest.mark.parametrize(
+    ("transport", "address", "most", "nodes", "found"),
+    [
+        ("auto", None, 2, "aa", "shared_memory"),
+        ("auto", "auto", 2, "aa", "shared_memory"),
+        ("auto", "auto", 3, "aa", "broadcast"),  # the third may come to another node
+        ("auto", None, 3, "aa", "shared_memory"),  # there is no other node
+        ("auto", "auto", 2, "ab", "broadcast"),
+        ("shared_memory", "auto", 3, "aa", "shared_memory"),
+    ],
+)
+def test_weights_go_where_generators_are_and_may_come_to_be(transport, address, most, nodes, found):
+    config = SimpleNamespace(
+        sync=SyncConfig(transport=transport),
+        runtime=RuntimeConfig(kind="ray", address=address),
+        generator=SimpleNamespace(replicas=2, most=most),
+    )
+    assert chosen(config, [place(node) for node in nodes]) == found
+
+
+def test_a_generator_that_weights_cannot_reach_is_refused_by_name():
+    require_reached("shared_memory", "generator 2", place("a"), [place("a")])
+    require_reached("broadcast", "generator 2", place("b"), [place("a")])
+    with pytest.raises(ConfigError, match=r"generator 2 is on b.*sync\.transport"):
+        require_reached("shared_memory", "generator 2", place("b"), [place("a")])

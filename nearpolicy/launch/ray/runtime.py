@@ -26,7 +26,7 @@ from nearpolicy.launch.ray.cluster import Cluster
 from nearpolicy.launch.ray.generators import GeneratorMember
 from nearpolicy.launch.ray.hosts import GeneratorHost, LearnerHost, Loaded, VerifierHost
 from nearpolicy.launch.ray.learner import LearnerRanks
-from nearpolicy.launch.ray.transports import chosen
+from nearpolicy.launch.ray.transports import chosen, require_reached
 from nearpolicy.launch.ray.verifiers import Demand, VerifierPools
 from nearpolicy.launch.runtime import Functions, RunVerifier, Say
 from nearpolicy.machine import collect_garbage_rarely
@@ -124,7 +124,7 @@ class RayRuntime:
             *(self._started("an actor to begin", each.here.remote()) for each in everybody)
         )
         require_same_versions(places)
-        self._transport = chosen(self._config, places)
+        self._transport, self._places = chosen(self._config, places), places
         found = await asyncio.gather(*map(self._load_rank, ranks), *map(self._load_generator, replicas))
         self._settle_numerics(found)
 
@@ -260,6 +260,7 @@ class RayRuntime:
             try:
                 loaded = await self._load_generator(place)
                 require_same_versions([loaded.place])
+                require_reached(self._transport, name, loaded.place, self._places)
                 self._require_as_exact(name, loaded)
                 link = self._fleet.join(await self._member(place, actor))
             except Exception as error:
