@@ -72,24 +72,23 @@ class Member:
         return answer
 
 
-def look_at(*links, patience_s: float = BOUND_S):
-    fleet = SimpleNamespace(links=[SimpleNamespace(held=held, member=member) for held, member in links])
+def look_at(*members: Member, patience_s: float = BOUND_S):
+    fleet = SimpleNamespace(up_to_date=[SimpleNamespace(member=member) for member in members])
     return asyncio.run(AnyMember(fleet, patience_s).examine(len))
 
 
-def test_a_look_inside_goes_to_a_generator_that_is_there_and_holds_the_present_weights():
-    links = [(None, Member()), ((0, 3), Member()), ((0, 4), Member(RayActorError())), ((0, 4), Member("found"))]
-    assert look_at(*links) == "found"
+def test_a_look_inside_goes_to_a_generator_that_is_there():
+    assert look_at(Member(RayActorError()), Member("found")) == "found"
 
 
 def test_a_look_that_goes_wrong_is_an_error_of_the_look():
     with pytest.raises(ZeroDivisionError):
-        look_at(((0, 4), Member(ZeroDivisionError())))
+        look_at(Member(ZeroDivisionError()))
 
 
 def test_a_look_at_nobody_ends_by_name():
     with pytest.raises(EngineError, match="no generator could be looked at"):
-        look_at((None, Member()), patience_s=0.01)
+        look_at(patience_s=0.01)
 
 
 def place(node: str) -> Place:

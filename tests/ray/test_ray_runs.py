@@ -270,3 +270,19 @@ def test_what_actors_have_to_say_is_said_once(actors):
     train("ray", "runtime=ray", *settings, said=said)
     for section in ("generator", "learner"):
         assert sum(f"{section}.threads=64 is lowered" in text for text in said) == 1, said
+
+
+def test_a_rank_lost_while_steps_are_undone_comes_back_to_those_that_count(actors, monkeypatch):
+    def spike(session: Session, step: int) -> None:
+        if step == 2 and not session.recovery.rollbacks():
+            session.alarms.observe(step, {"policy/grad_norm": 1e9})
+
+    monitor = "monitors=[{metric: policy/grad_norm, above: 1e6, action: rollback}]"
+    settings = (monitor, "run.steps=4", "checkpoint.every=1")
+    train("whole", *settings, on_step=spike)
+    killed = dies_before(monkeypatch, "load_checkpoint")
+    said: list[str] = []
+    train("killed", "runtime=ray", *settings, on_step=spike, said=said)
+    assert killed and any("rolled back to step 2" in text for text in said), said
+    assert fingerprints("killed") == fingerprints("whole")
+    require_whole("killed", bound=0, steps=4)

@@ -35,7 +35,7 @@ from nearpolicy.verifier.service import OnEvent, VerifierService
 from nearpolicy.waits import waiting
 
 if TYPE_CHECKING:
-    from nearpolicy.generator.fleet import Fleet, Link
+    from nearpolicy.generator.fleet import Fleet
     from nearpolicy.launch.build import Language
     from nearpolicy.launch.meter import Meter
     from nearpolicy.sync.publisher import Publisher
@@ -354,7 +354,7 @@ class AnyMember:
             with waiting("a look at a generator", "one that holds the present weights"):
                 async with asyncio.timeout(limit):
                     while True:
-                        for link in self._up_to_date:
+                        for link in self.fleet.up_to_date:
                             try:
                                 return await link.member.examine(look)
                             except RayTaskError:
@@ -364,11 +364,6 @@ class AnyMember:
                         await asyncio.sleep(LOOKS_EVERY_S)
         except TimeoutError:
             raise EngineError(f"no generator could be looked at for {limit:g} s (runtime.start_timeout_s)") from None
-
-    @property
-    def _up_to_date(self) -> list[Link]:
-        newest = max((link.held for link in self.fleet.links if link.held is not None), default=None)
-        return [link for link in self.fleet.links if link.held is not None and link.held == newest]
 
 
 def _place(name: str) -> int:
