@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import RayActorError
 
 from nearpolicy.errors import ConfigError, EngineError
-from nearpolicy.launch.ray import cluster as connection
 from nearpolicy.launch.ray.calls import Place
 from nearpolicy.launch.ray.cluster import Cluster
 from nearpolicy.launch.ray.runtime import AnyMember
@@ -21,24 +19,10 @@ from nearpolicy.sync.config import SyncConfig
 BOUND_S = 60
 
 
-def test_a_ray_that_nobody_waits_for_any_more_ends_when_it_has_begun(monkeypatch):
-    begins, is_over = threading.Event(), threading.Event()
-    monkeypatch.setattr(connection, "_shut_down", is_over.set)
-
-    async def story() -> None:
-        begun = asyncio.create_task(connection._unless_left(lambda: begins.wait(BOUND_S)))
-        await asyncio.sleep(0)
-        begun.cancel()
-        await asyncio.wait([begun])
-        begins.set()
-
-    asyncio.run(story())
-    assert is_over.wait(BOUND_S)
-
-
 def test_actors_are_killed_and_the_connection_ends_also_if_nobody_waits_for_them_to_rest(monkeypatch):
     ended = []
-    monkeypatch.setattr(connection, "_shut_down", lambda: ended.append("ray"))
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.shutdown", lambda: ended.append("ray"))
     monkeypatch.setattr("ray.kill", lambda actor, no_restart: ended.append(actor.name))
 
     async def story() -> None:
@@ -53,12 +37,6 @@ def test_actors_are_killed_and_the_connection_ends_also_if_nobody_waits_for_them
 
     asyncio.run(story())
     assert ended == ["a", "b", "ray"]
-
-
-def test_another_address_than_that_of_the_connection_is_refused(ray_here):
-    config = RuntimeConfig(kind="ray", address="192.0.2.7:6379")
-    with pytest.raises(ConfigError, match=r"192\.0\.2\.7:6379.*already"):
-        asyncio.run(Cluster.connect(config, {}))
 
 
 class Member:

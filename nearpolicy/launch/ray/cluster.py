@@ -10,10 +10,8 @@ import contextlib
 import logging
 import os
 import socket
-import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 from nearpolicy.errors import ConfigError, described
@@ -47,14 +45,10 @@ class Cluster:
     async def connect(cls, config: RuntimeConfig, needed: Resources) -> Cluster:
         """`ConfigError` if there is no Ray, no answer, or less than ``needed``."""
         ray = imported_ray()
-        is_own = not ray.is_initialized()
-        if is_own:
+        is_own = False
+        if not ray.is_initialized():
+            is_own = True
             await _within(config.start_timeout_s, _init(ray, config, needed), _where(config))
-        elif config.address not in (None, "auto", found := ray.get_runtime_context().gcs_address):
-            raise ConfigError(
-                f"runtime.address={config.address}, and this process is connected to the Ray at {found} already: call "
-                "ray.shutdown() before, or leave runtime.address out to use that one"
-            )
         cluster = cls(config, is_own)
         try:
             cluster._require(needed)
@@ -138,9 +132,7 @@ class Cluster:
             await self._rest()
         finally:  # also if nobody waits for the end of it
             self._end()
-            if self.is_own:
-                self.is_own = False
-                await asyncio.to_thread(_shut_down)
+            await self._disconnect()
 
     async def _rest(self) -> None:
         """What actors share with others is given back; who does not answer is killed all the same."""
@@ -154,14 +146,21 @@ class Cluster:
                 await asyncio.gather(*resting, return_exceptions=True)
 
     def _end(self) -> None:
-        from ray.util.placement_group import remove_placement_group
-
         for actor in list(self._actors):
             self.kill(actor)
+        from ray.util.placement_group import remove_placement_group
+
         for group in {id(group): group for group, _ in self._bundles.values()}.values():
             with contextlib.suppress(Exception):
                 remove_placement_group(group)
         self._bundles.clear()
+
+    async def _disconnect(self) -> None:
+        import ray
+
+        if self.is_own and ray.is_initialized():
+            self.is_own = False
+            await asyncio.to_thread(ray.shutdown)
 
 
 def imported_ray() -> Any:
@@ -182,50 +181,24 @@ async def _init(ray: Any, config: RuntimeConfig, needed: Resources) -> None:
     logging.getLogger("ray").setLevel(logging.ERROR)
     if config.address is None:
         cores = max(num_cores(), int(-(-needed.get("CPU", 0) // 1)))  # one machine may run more roles than it has cores
-        own = {"num_cpus": cores, "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
-        try:
-            await _unless_left(partial(ray.init, address="local", **own, **quiet))
-        except (ConnectionError, OSError, RuntimeError, ValueError) as error:
-            raise ConfigError(
-                f"no Ray can be started on this machine ({described(error, 600)}). Its own logs are in "
-                "/tmp/ray/session_latest/logs; full disks and a small /dev/shm are common causes"
-            ) from error
+        await asyncio.to_thread(
+            ray.init,
+            address="local",
+            num_cpus=cores,
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            **quiet,
+        )
         return
     if config.address != "auto":
         await _answers(config.address)
     try:
-        await _unless_left(partial(ray.init, address=config.address, **quiet))
+        await asyncio.to_thread(ray.init, address=config.address, **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"runtime.address={config.address}: no Ray cluster to join ({described(error)}). Start one (`ray start "
             "--head`), correct the address, or leave it out for a Ray on this machine alone"
         ) from error
-
-
-async def _unless_left(begin: Callable[[], Any]) -> None:
-    """``begin`` a connection in a thread; if nobody waits for it any more it ends when it has begun."""
-    left, has_begun = threading.Event(), threading.Event()
-
-    def beginning() -> None:
-        begin()
-        has_begun.set()
-        if left.is_set():
-            _shut_down()
-
-    try:
-        await asyncio.to_thread(beginning)
-    except asyncio.CancelledError:
-        left.set()
-        if has_begun.is_set():
-            _shut_down()
-        raise
-
-
-def _shut_down() -> None:
-    """As often as one likes."""
-    import ray
-
-    ray.shutdown()
 
 
 async def _answers(address: str) -> None:
