@@ -28,7 +28,8 @@ class RuntimeConfig(ConfigModel):
     start_timeout_s: Seconds = 300.0
     """With `ray`: bound on each step of the start: connecting, room for the actors, loading the model."""
     silence_s: Seconds = 60.0
-    """With `ray`: a generator that answers nothing for so long is lost; another one is started in its place."""
+    """With `ray`: a generator or verifier that answers nothing for so long is lost; another one is started in its
+    place."""
     verifiers: NonNegativeInt = Field(1, le=10_000)
     """With `ray`: actors that hold verifiers, each with `verifier.workers` processes. 0: they run beside the
     controller."""

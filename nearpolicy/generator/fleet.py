@@ -11,7 +11,7 @@ Promises
 - A *ticket* names one placement of a request. Whatever comes under one that does not count any more, from a member
   thought dead, say, is ignored.
 - A member gets new requests only while it holds the newest version that any has shown, or the one that a request is
-  pinned to.
+  pinned to. The newest is the one that was published last: after a rollback it has a smaller number than others.
 - Calls carry what has gathered: requests of one turn of the loop go out together, and answers are asked for so seldom
   that all members together answer at most `CALLS_PER_S` times a second. A lone request or answer waits for nobody.
 - Every wait has a bound and a name: a request that nobody can take fails after ``patience_s``, one that is issued again
@@ -124,6 +124,10 @@ class Fleet:
         self._lanes: dict[tuple[bool, int | None], _Lane] = {}
         """By whether they go first, and version."""
         self._newest: Held | None = None
+        self._newest_number = 0
+        self._published: Held | None = None
+        """What members were asked last to load."""
+        self._num_published = 0
         self._tickets = 0
         self._flush_planned = False
         self._arrivals, self._flush_by = 0, 0.0
@@ -147,6 +151,11 @@ class Fleet:
         """The members as a publisher sees them: each takes weights by itself. Ask again for every publication."""
         return tuple(self._links)
 
+    @property
+    def up_to_date(self) -> list[Link]:
+        """Members that hold the newest version."""
+        return [link for link in self._links if link.held is not None and link.held == self._newest]
+
     def join(self, member: Member, *, holds: Held | None = None) -> Link:
         """From now on this member counts; it gets requests once it has shown the present version by `Link.load`.
         ``holds``: lineage and version that it has shown already."""
@@ -161,7 +170,8 @@ class Fleet:
         self._link_of |= dict.fromkeys(link.numbers, link)
         self._emit("join", instance=link.numbers[0], name=member.name, replicas=member.num_replicas)
         if holds is not None:
-            self._shown(link, holds)
+            is_newer = self._newest is None or holds > self._newest
+            self._shown(link, holds, self._number_of(holds) if is_newer else 0)
         self._plan_flush()
         return link
 
@@ -501,9 +511,16 @@ class Fleet:
                 extras=completion.extras,
             )
 
-    def _shown(self, link: Link, held: Held) -> None:
-        """The member holds these weights, and has proved it."""
-        if self._newest is None or held > self._newest:
+    def _number_of(self, held: Held) -> int:
+        """Of a publication: members are asked to load one after the other, and may show them in any order."""
+        if held != self._published:
+            self._published, self._num_published = held, self._num_published + 1
+        return self._num_published
+
+    def _shown(self, link: Link, held: Held, number: int) -> None:
+        """The member holds the weights of this publication, and has proved it."""
+        if number > self._newest_number:
+            self._newest_number = number
             self._newest, self._dispatch.newest = held, held[1]
             changed = self._links if link.held is None or link.held[0] != held[0] else [link]
         else:
@@ -578,6 +595,8 @@ class Link:
         nothing new."""
         self._settle(False)
         version = weights.record.version
+        held = weights.record.lineage, version
+        number = self._fleet._number_of(held)
         try:
             shown = await self.ask(self.member.load(weights))
             require_held(self.member.name, version, weights.digests, shown)
@@ -586,10 +605,9 @@ class Link:
                 self._fleet._unproved(self)
             raise
         finally:
-            if self.is_there:
-                self._settle(True)
+            self._settle(True)
         if self.is_there:
-            self._fleet._shown(self, (weights.record.lineage, version))
+            self._fleet._shown(self, held, number)
         return shown
 
     async def ask(self, call: Any) -> Any:
@@ -649,7 +667,7 @@ class Link:
                 sent.set_result(None)
 
     def _settle(self, settled: bool) -> None:
-        for number in self.numbers:
+        for number in self.numbers if self.is_there else ():  # else they may be another one's by now
             self._fleet._dispatch.settled(number, settled)
 
     def start(self) -> None:

@@ -110,7 +110,7 @@ class Host:
         await asyncio.gather(*(replica.pause() for replica in self.replicas))
 
     async def sleep(self) -> None:
-        await asyncio.gather(*(replica.sleep() for replica in self._replicas))
+        await asyncio.gather(*(replica.sleep() for replica in self.replicas))
 
     async def resume(self) -> None:
         await asyncio.gather(*(replica.resume() for replica in self.replicas))

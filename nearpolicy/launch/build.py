@@ -214,11 +214,15 @@ def start_learner(
     )
     thread = RoleThread("learner", threads)
     learner = LearnerInThread(make, thread)
-    if config.learner.lora is not None:
-        trained = sum(p.numel() for p in learner.inner.policy.parameters() if p.requires_grad)
-        say(f"trained: an adapter of {trained:,} parameters")
+    _say_what_is_trained(config, learner.inner, say)
     runner.others_work = lambda: thread.is_busy
     return learner
+
+
+def _say_what_is_trained(config: RunConfig, learner: PolicyLearner, say: Callable[[str], None]) -> None:
+    if config.learner.lora is not None:
+        trained = sum(p.numel() for p in learner.policy.parameters() if p.requires_grad)
+        say(f"trained: an adapter of {trained:,} parameters")
 
 
 def make_ranked_learner(
@@ -229,12 +233,15 @@ def make_ranked_learner(
     ranks: Together | None,
     own_threads: int,
     on_event: OnEvent,
+    say: Callable[[str], None],
 ) -> PolicyLearner:
     """A learner, or one of its ranks, in a process of its own."""
     usual = config.learner.threads or own_threads
-    threads = _threads("learner", usual, config.learner.threads, numerics, lambda _: None)
+    threads = _threads("learner", usual, config.learner.threads, numerics, say)
     torch.set_num_threads(threads)
-    return make_learner(config, words, numerics, threads=threads, on_event=on_event, ranks=ranks)
+    learner = make_learner(config, words, numerics, threads=threads, on_event=on_event, ranks=ranks)
+    _say_what_is_trained(config, learner, say)
+    return learner
 
 
 def make_learner(

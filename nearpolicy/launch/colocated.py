@@ -31,6 +31,7 @@ class TakesTurns:
     def __init__(self, learner: LearnerPlace, generator: Sleeps) -> None:
         self.inner = learner
         self._generator = generator
+        self._in_a_step = False
 
     @property
     def is_there(self) -> bool:
@@ -47,10 +48,14 @@ class TakesTurns:
         raise ValueError("a learner that takes turns with its generator cannot learn ahead of a batch")
 
     async def step(self, batch: Batch) -> StepReport:
-        await self._generator.sleep()
+        if self._in_a_step:  # a learner that was lost in it comes back by steps that it made before
+            return await self.inner.step(batch)
+        self._in_a_step = True
         try:
+            await self._generator.sleep()
             return await self.inner.step(batch)
         finally:
+            self._in_a_step = False
             await self._generator.resume()
 
     async def weights(self, record_parent: int | None) -> Weights:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,6 +47,10 @@ class Recovery:
     say: Callable[[str], None]
     warm_start: Callable[[], Awaitable[None]]
     """Make version 0 of the learner's initial weights."""
+    warm_again: Callable[[], Awaitable[bool]]
+    """The same of a learner that was lost. False: that was in the middle of it, it is there again, and goes on."""
+    _undone_after: int | None = field(default=None, init=False)
+    """While steps are undone: the last one that counts. What comes after it cannot be learned again."""
 
     async def take_up(self, found: Position) -> tuple[Position, int]:
         """The learner as it was after ``found.steps``. One version goes to the generators, the newest that was due: its
@@ -106,9 +110,11 @@ class Recovery:
         self.telemetry.undo(version)
         lineages, counting = before.with_branch(branch), {r.version: r for r in versions if r.version <= version}
         self._set_aside_weights(version)
+        self._undone_after = version
         if await self._load_checkpoint(version, counting) is None:
             await self.learner.begin_anew()
             await self.warm_start()
+        self._undone_after = None
         of_other_bits = await self._learn_again(
             version, lineages, counting, logged=range(version), publish=version, ready=queue.ready
         )
@@ -128,14 +134,17 @@ class Recovery:
         hold what they had. `RunFolderError` if it does not come back to the same bits, since what was sampled in the
         meantime is of other weights then: a resume sorts that out."""
         begin = time.monotonic()
+        if self._undone_after is not None:
+            version = min(version, self._undone_after)
         self.store.flush()
         with RunReader(self.folder.path) as run:
             lineages, counting = run.lineages, {r.version: r for r in run.versions() if r.version <= version}
-        await self._settle_warm_start()
-        started = await self._load_checkpoint(version, counting)
+        whole = await self.warm_again() if self._warm_first else True
+        started = await self._load_checkpoint(version, counting, sets_aside=False) if whole else None
         if started is None and not self._warm_first:
-            await self.warm_start()
-        await self._learn_again(version, lineages, counting, logged=range(version), publish=None)
+            whole = await self.warm_again()
+        if whole:
+            await self._learn_again(version, lineages, counting, logged=range(version), publish=None)
         self.telemetry.event(
             "learner", "resume", seconds=time.monotonic() - begin, version=version, step=version,
             checkpoint=started or 0, anew=0, begun=0,
@@ -164,11 +173,13 @@ class Recovery:
         if self._warm_first:
             await self.warm_start()
 
-    async def _load_checkpoint(self, steps: int, counting: Mapping[int, VersionRecord]) -> int | None:
+    async def _load_checkpoint(
+        self, steps: int, counting: Mapping[int, VersionRecord], *, sets_aside: bool = True
+    ) -> int | None:
         """Steps that the learner's weights contain then; None if no checkpoint serves."""
         from nearpolicy.learner.checkpoint import load_checkpoint
 
-        for version, path in self._usable_checkpoints(steps):
+        for version, path in self._usable_checkpoints(steps, sets_aside=sets_aside):
             try:
                 expected = {counting[version].fingerprint} if version in counting else set()
                 await self.learner.call(partial(load_checkpoint, checkpoint=path, expected=expected))
@@ -177,12 +188,12 @@ class Recovery:
                 self.say(f"warning: {error}; going on from the one before it")
         return None
 
-    def _usable_checkpoints(self, steps: int) -> list[tuple[int, Path]]:
-        """By version, newest first; those of more steps than count are set aside."""
+    def _usable_checkpoints(self, steps: int, *, sets_aside: bool) -> list[tuple[int, Path]]:
+        """By version, newest first. ``sets_aside``: those of more steps, which do not count."""
         from nearpolicy.learner.checkpoint import checkpoints
 
         found = checkpoints(self.folder.checkpoints)
-        for version, path in found:
+        for version, path in found if sets_aside else ():
             if version > steps:
                 aside = path.with_name(f"undone-{path.name}-{time.time_ns()}")
                 path.rename(aside)

@@ -13,11 +13,12 @@ import asyncio
 import contextlib
 import errno
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ from nearpolicy.launch.watch import Watch
 from nearpolicy.launch.words import count, place
 from nearpolicy.machine import helpers_peak_memory_mb, peak_memory_mb
 from nearpolicy.pipeline import Next
-from nearpolicy.records import Fate, Group, Position, StepReport
+from nearpolicy.records import Fate, Group, Position, Row, StepReport
 from nearpolicy.store.folder import RunFolder, create_run_folder, remove_run
 from nearpolicy.store.position import position_of
 from nearpolicy.store.reader import RunReader
@@ -89,6 +90,8 @@ class Session:
     """Version 0 is published."""
     position: Position | None = field(default=None, init=False)
     """Where the run stood that goes on."""
+    _warm_losses: list[float] | None = field(default=None, init=False)
+    """Of the steps that a warm start has made which goes on."""
     opening: bool = False
     """The folder is being taken, and is not yet sure to be given back: not a moment to be interrupted in."""
 
@@ -251,6 +254,7 @@ class Session:
             self.telemetry,
             self.say,
             warm_start=partial(self._warm_start, may_stop=False),
+            warm_again=self._warm_again,
         )
         self.runtime.remember(self.recovery.bring_back)
         self.meter = self.runtime.meter(self.language, partial(tell, "monitor"))
@@ -380,25 +384,48 @@ class Session:
         )
 
     async def _warm_start(self, *, may_stop: bool = True) -> None:
+        from nearpolicy.learner.step import PolicyLearner
+
+        if not self.config.warm_start.steps:
+            return
+        self._warm_losses = losses = []
+        for rows in self._supervised_batches():
+            if may_stop and self.stop_requested:
+                break
+            losses.append(await self._supervised_step(len(losses), rows))
+        await self.learner.call(PolicyLearner.begin)
+        self._warm_losses = None
+        if losses:
+            self.say(f"warm start: {len(losses)} supervised steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+
+    async def _warm_again(self) -> bool:
+        """Of a learner that was lost: its warm start, or as much as it had done of one that goes on; whether that is
+        all of it."""
+        from nearpolicy.learner.step import PolicyLearner
+
+        goes_on = self._warm_losses is not None
+        done = len(self._warm_losses) if goes_on else self.config.warm_start.steps
+        for step, rows in enumerate(islice(self._supervised_batches(), done)):
+            await self._supervised_step(step, rows)
+        if done and not goes_on:
+            await self.learner.call(PolicyLearner.begin)
+        return not goes_on
+
+    def _supervised_batches(self) -> Iterator[list[Row]]:
         from nearpolicy.launch.warm_start import supervised_batches
+
+        config = self.config.warm_start
+        return supervised_batches(self.language.mixture, self.config.tasks, config, self.language.renderer)
+
+    async def _supervised_step(self, step: int, rows: list[Row]) -> float:
         from nearpolicy.learner.step import PolicyLearner
         from nearpolicy.objectives.objective import Supervised
 
-        config, learner = self.config.warm_start, self.learner
-        if not config.steps:
-            return
-        losses = []
-        for rows in supervised_batches(self.language.mixture, self.config.tasks, config, self.language.renderer):
-            if may_stop and self.stop_requested:
-                break
-            try:
-                loss = await learner.call(PolicyLearner.supervised_step, rows, Supervised(), config.learning_rate)
-            except NearpolicyError as error:  # a gradient that is not finite: a setting of the recipe is the cause
-                raise UserError(f"warm start, step {len(losses)}: {error}") from error
-            losses.append(loss)
-        await learner.call(PolicyLearner.begin)
-        if losses:
-            self.say(f"warm start: {len(losses)} supervised steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+        rate = self.config.warm_start.learning_rate
+        try:
+            return await self.learner.call(PolicyLearner.supervised_step, rows, Supervised(), rate)
+        except NearpolicyError as error:  # a gradient that is not finite: a setting of the recipe is the cause
+            raise UserError(f"warm start, step {step}: {error}") from error
 
     async def _publish_first(self) -> None:
         """Version 0: the generator shows that it starts from the learner's weights."""

@@ -5,7 +5,7 @@ The embedded engine compares by itself too, before it samples; here every genera
 Generators are members that may miss a version. One that fails, shows other weights or takes too long is *behind*: it is
 to get no new request (`may_sample`), and nobody waits for it. It gets the next version as all do, and the present one
 by `catch_up` where the transport still has it. A publication fails only if no member took it, so that of a single
-generator every error is the run's.
+generator every error is the run's. Weights that were lost on their way with their sender are asked for once more.
 
     joined, or missed a version          showed the digests of the present version
               behind   ---------------------------->   current
@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from nearpolicy.errors import SyncError, described
+from nearpolicy.errors import EngineError, SyncError, described
 from nearpolicy.models.weights import require_held
 from nearpolicy.records import VersionRecord
 from nearpolicy.roles import Generator, Weights
@@ -100,6 +100,7 @@ class Publisher:
         *,
         timeout_s: float,
         adapter_only: bool = False,
+        lost_come_back: bool = False,
         deliver: Deliver | None = None,
         on_event: Callable[..., None] | None = None,
         on_behind: Callable[[str, str], None] | None = None,
@@ -107,7 +108,9 @@ class Publisher:
         """``generators``: by name; in a sequence they are called ``generator 0`` and so on.
         ``timeout_s``: bound on each of two phases that a generator goes through: its running sequences end
         (``generator.on_sync`` finish), then it loads. What is watched here is both together. ``adapter_only``: of a
-        learner that trains an adapter send nothing else. ``deliver``: for weights of a transport whose sender works
+        learner that trains an adapter send nothing else. ``lost_come_back``: for members that are lost (an
+        `EngineError`) others are added, so that a version is published, and waits for them, even if all were lost.
+        ``deliver``: for weights of a transport whose sender works
         while receivers receive. ``on_behind``: told name and reason when a member falls behind."""
         numbered = {f"generator {i}": g for i, g in enumerate(() if isinstance(generators, Mapping) else generators)}
         named = generators if isinstance(generators, Mapping) else numbered
@@ -115,6 +118,7 @@ class Publisher:
         self._members = {name: _Member(name, generator) for name, generator in named.items()}
         self._timeout_s = timeout_s
         self._adapter_only = adapter_only
+        self._lost_come_back = lost_come_back
         self._deliver = deliver
         self._emit = on_event or (lambda *_, **__: None)
         self._on_behind = on_behind or (lambda *_: None)
@@ -155,19 +159,44 @@ class Publisher:
             weights = replace(weights, tensors={})
         size = weights.nbytes
         self._told("export", begin, weights, bytes=size)
-        begin = time.monotonic()
         self._incoming = _key(weights)
-        awaited = await self._load_all(weights)
+        error = await self._handed_out(weights)
+        if error is not None and self._may_have_lost_its_sender(weights):
+            again = await self._again(weights)
+            if again is not None:
+                weights, error = again, await self._handed_out(again)
+        if error is not None:
+            raise error
+        self._present = replace(weights, tensors={}, adapter=None)  # the tensors are the learner's, and change
+        return weights.record
+
+    async def _handed_out(self, weights: Weights) -> Exception | None:
+        """Every member loads it, and what they show is compared; an error if nobody has it then, nor will."""
+        begin = time.monotonic()
+        try:
+            awaited = await self._load_all(weights)
+        except SyncError as error:
+            return error
         if any(member.loaded is not None for member in awaited):
-            self._told("load", begin, weights, bytes=size)
+            self._told("load", begin, weights, bytes=weights.nbytes)
         begin = time.monotonic()
         for member in awaited:
             self._compare(member, weights)
-        if all(member.error is not None for member in awaited):
-            raise awaited[0].error
+        if awaited and all(member.error is not None for member in awaited) and not self._will_return(awaited):
+            return awaited[0].error
         self._told("compare", begin, weights, tensors=len(weights.digests))
-        self._present = replace(weights, tensors={}, adapter=None)  # the tensors are the learner's, and change
-        return weights.record
+        return None
+
+    def _will_return(self, members: Sequence[_Member]) -> bool:
+        return self._lost_come_back and all(isinstance(member.error, EngineError) for member in members)
+
+    def _may_have_lost_its_sender(self, weights: Weights) -> bool:
+        """Whether members say that it is not to be had, and nothing worse."""
+        return (
+            weights.shipment is not None
+            and bool(self._members)
+            and not any(member.late or member.mismatch is not None for member in self._members.values())
+        )
 
     async def add(self, name: str, generator: Generator) -> bool:
         """A new member. It may sample once it has shown the present version; whether it has. If not, for instance
@@ -233,12 +262,13 @@ class Publisher:
 
     async def close(self) -> None:
         """Nobody is given anything any more."""
-        for member in self._members.values():
-            await member.stop()
+        await asyncio.gather(*(member.stop() for member in self._members.values()))
 
     async def _load_all(self, weights: Weights) -> list[_Member]:
         """Have every member load; the members that were waited for, which have all ended."""
         members = list(self._members.values())
+        if not members and self._lost_come_back:
+            return members
         if not members:
             raise SyncError(f"there is no generator to take version {weights.record.version}")
         await asyncio.gather(*(self._start(member, weights) for member in members))
@@ -251,7 +281,8 @@ class Publisher:
         try:
             await asyncio.wait({delivery, *loads}, timeout=self._timeout_s * 2 + _TO_STOP_S)
             failed = delivery.exception() if delivery.done() and not delivery.cancelled() else None
-            if failed is not None and all(member.loaded is None for member in awaited):
+            nobody = all(member.loaded is None for member in awaited)
+            if failed is not None and nobody and not self._will_return(awaited):
                 raise failed
         except BaseException:
             for member in awaited:

@@ -573,6 +573,42 @@ def test_versions_of_an_older_lineage_are_none():
     playing(scene)
 
 
+def test_after_a_rollback_an_earlier_version_is_the_newest():
+    async def scene(stage):
+        first, second = FakeMember("a"), FakeMember("b")
+        link, other = stage.join(first), stage.join(second)
+        await asyncio.gather(link.load(weights(3)), other.load(weights(3)))
+        await link.load(weights(2))
+        assert stage.fleet.up_to_date == [link]
+        for index in range(4):
+            stage.ask(index)
+        await stage.settle()
+        assert (len(first.submitted), len(second.submitted)) == (4, 0)
+
+    playing(scene)
+
+
+def test_a_version_that_is_shown_late_is_not_the_newest():
+    async def scene(stage):
+        first, second = FakeMember("a"), FakeMember("b")
+        link, other = stage.join(first), stage.join(second)
+        late, goes_on = second.load, asyncio.Event()
+
+        async def load(taken):
+            await goes_on.wait()
+            return await late(taken)
+
+        second.load = load
+        loading = asyncio.create_task(other.load(weights(1)))
+        await stage.settle()
+        await link.load(weights(2))
+        goes_on.set()
+        await loading
+        assert stage.fleet.up_to_date == [link]
+
+    playing(scene)
+
+
 @settings(max_examples=80, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_any_history_of_losses_joins_leaves_and_aborts_gives_every_sample_once(seed):

@@ -43,6 +43,9 @@ class Scripted:
         self.aborted += names
         self.released.set()
 
+    async def sleep(self) -> None:
+        self.is_asleep = True
+
     def workload(self) -> Load:
         return Load(slots=4)
 
@@ -74,6 +77,14 @@ def test_an_answer_carries_all_that_has_ended_under_its_own_name():
         ]
         assert [(place, kind) for place, kind, _ in told.events] == [(0, "finish")] * 3
         assert told.loads == {0: Load(slots=4)}
+
+    playing(scene)
+
+
+def test_every_replica_sleeps():
+    async def scene(host: Host) -> None:
+        await host.sleep()
+        assert all(replica.is_asleep for replica in host.replicas)
 
     playing(scene)
 

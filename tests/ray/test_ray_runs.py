@@ -120,13 +120,22 @@ def test_weights_arrive_as_they_were_sent_whatever_the_way(actors, transport, tm
     assert fingerprints("ray") == fingerprints("inline")
 
 
+def test_pieces_of_several_ranks_go_through_the_object_store(actors):
+    said: list[str] = []
+    train("ray", "runtime=ray", "learner.ranks=2", "sync.transport=object_store", said=said)
+    require_whole("ray", bound=0, steps=3)
+    assert not any("is behind" in text or "was lost" in text for text in said), said
+
+
 @pytest.mark.parametrize("bound", [0, 2])
 def test_roles_that_take_turns_give_what_they_give_side_by_side(actors, bound):
     """Colocated: each step begins with generators asleep, and sequences that were running go on from their tokens."""
     settings = (f"queue.max_staleness={bound}", "generator.replicas=2", "learner.ranks=2", "runtime=ray")
     if bound == 0:
         train("apart", *settings)
-    train("together", "runtime.placement=colocated", *settings)
+    said: list[str] = []
+    train("together", "runtime.placement=colocated", *settings, said=said)
+    assert not any("was lost" in text for text in said), said
     require_whole("together", bound=bound, steps=3)
     assert bound or fingerprints("together") == fingerprints("apart")
 
@@ -186,3 +195,94 @@ def test_whoever_dies_the_weights_are_those_of_an_undisturbed_run(actors, victim
     assert fingerprints("killed") == fingerprints("whole")
     require_whole("killed", bound=0, steps=4)
     assert any("died" in text or "was lost" in text for text in said), said
+
+
+def dies_before(monkeypatch, call: str) -> list[str]:
+    """The only rank, before it is asked for this for the third time; for a checkpoint the first time."""
+    import ray
+
+    from nearpolicy.launch.ray.learner import LearnerRanks
+
+    asked, killed, plain = [], [], LearnerRanks.call
+
+    async def dying(self, function, *arguments):
+        name = getattr(getattr(function, "func", function), "__name__", "")
+        asked.append(name)
+        if name == call and not killed and (asked.count(call) == 3 or call == "load_checkpoint"):
+            killed.append(name)
+            ray.kill(self._ranks[0], no_restart=True)
+        return await plain(self, function, *arguments)
+
+    monkeypatch.setattr(LearnerRanks, "call", dying)
+    return killed
+
+
+def test_a_rank_lost_in_the_warm_start_makes_it_once(actors, monkeypatch):
+    settings = ("warm_start.steps=4", "warm_start.batch_size=2", "run.steps=1")
+    train("whole", *settings)
+    killed = dies_before(monkeypatch, "supervised_step")
+    train("killed", "runtime=ray", *settings)
+    assert killed and fingerprints("killed") == fingerprints("whole")
+
+
+def test_a_rank_lost_while_a_checkpoint_is_loaded_leaves_it_where_it_is(actors, monkeypatch):
+    train("whole", "run.steps=3")
+    begun = train("run", "run.steps=3", on_step=lambda session, step: step == 1 and session.stop())
+    killed = dies_before(monkeypatch, "load_checkpoint")
+    said: list[str] = []
+    run_session(
+        Session(config=resumed_config(begun.folder, ["runtime.kind=ray"]), folder=begun.folder, resumes=True,
+                say=said.append)
+    )  # fmt: skip
+    assert killed and fingerprints("run") == fingerprints("whole")
+    assert not any("set aside" in text for text in said), said
+    assert not list(begun.folder.checkpoints.glob("undone-*"))
+
+
+def test_the_only_generator_dies_while_its_batch_is_learned(actors, monkeypatch):
+    """The version is published all the same; the one that comes in its place takes it."""
+    import ray
+
+    from nearpolicy.launch.ray.learner import LearnerRanks
+
+    settings, killed, plain = ("run.steps=3", "checkpoint.every=0"), [], LearnerRanks.step
+    train("whole", *settings)
+
+    async def step(self, batch):
+        report = await plain(self, batch)
+        if batch.step == 1:
+            (actor,) = session.runtime._generators.values()
+            ray.kill(actor, no_restart=True)
+            killed.append(actor)
+        return report
+
+    monkeypatch.setattr(LearnerRanks, "step", step)
+    config = config_from_dict(RECIPE, where="test", overrides=["run.dir=killed", "runtime=ray", *settings])
+    session = Session(config=config, say=lambda text: None)
+    run_session(session)
+    assert killed and fingerprints("killed") == fingerprints("whole")
+    require_whole("killed", bound=0, steps=3)
+
+
+def test_what_actors_have_to_say_is_said_once(actors):
+    said: list[str] = []
+    settings = ("generator.replicas=2", "generator.threads=64", "learner.threads=64", "run.steps=1")
+    train("ray", "runtime=ray", *settings, said=said)
+    for section in ("generator", "learner"):
+        assert sum(f"{section}.threads=64 is lowered" in text for text in said) == 1, said
+
+
+def test_a_rank_lost_while_steps_are_undone_comes_back_to_those_that_count(actors, monkeypatch):
+    def spike(session: Session, step: int) -> None:
+        if step == 2 and not session.recovery.rollbacks():
+            session.alarms.observe(step, {"policy/grad_norm": 1e9})
+
+    monitor = "monitors=[{metric: policy/grad_norm, above: 1e6, action: rollback}]"
+    settings = (monitor, "run.steps=4", "checkpoint.every=1")
+    train("whole", *settings, on_step=spike)
+    killed = dies_before(monkeypatch, "load_checkpoint")
+    said: list[str] = []
+    train("killed", "runtime=ray", *settings, on_step=spike, said=said)
+    assert killed and any("rolled back to step 2" in text for text in said), said
+    assert fingerprints("killed") == fingerprints("whole")
+    require_whole("killed", bound=0, steps=4)

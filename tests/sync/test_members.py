@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nearpolicy.errors import SyncError
+from nearpolicy.errors import EngineError, SyncError
 from nearpolicy.models.weights import digests, fingerprint
 from nearpolicy.records import VersionRecord
 from nearpolicy.roles import Shipment, Weights
@@ -347,5 +347,61 @@ def test_a_rollback_to_an_older_version_of_another_lineage_counts_as_another_one
         table.learner.weights = other_lineage
         await table.publish(4)
         assert table.sampling() == "ab"
+
+    asyncio.run(scenario())
+
+
+def test_a_version_that_all_members_die_of_waits_for_those_that_come_in_their_place():
+    async def scenario():
+        table = Table(lost_come_back=True)
+        for member in table.members.values():
+            member.error = EngineError("it was lost")
+        assert (await table.publish(3)).version == 3 and table.sampling() == ""
+        for name in "abc":
+            await table.publisher.remove(name)
+        assert (await table.publish(4)).parent == 3
+        assert await table.publisher.add("d", Member())
+
+    asyncio.run(scenario())
+
+
+def test_members_that_are_there_and_fail_end_the_publication_though_lost_ones_come_back():
+    async def scenario():
+        table = Table(lost_come_back=True)
+        for member in table.members.values():
+            member.error = EngineError("it was lost")
+        table.members["a"].error = SyncError("'w' does not fit")
+        with pytest.raises(SyncError, match="does not fit"):
+            await table.publish(0)
+
+    asyncio.run(scenario())
+
+
+def test_weights_that_were_lost_with_their_sender_are_asked_for_once_more():
+    async def scenario():
+        table, asked = Table(), []
+        plain = table.learner.weights
+
+        async def weights(parent):
+            asked.append(parent)
+            for member in table.members.values():
+                member.error = SyncError("gone") if len(asked) == 1 else None
+            return await plain(parent)
+
+        table.learner.weights = weights
+        await table.publish(0)
+        assert table.sampling() == "abc" and len(asked) == 2
+
+    asyncio.run(scenario())
+
+
+def test_other_weights_than_were_sent_are_not_asked_for_again():
+    async def scenario():
+        table = Table()
+        for member in table.members.values():
+            member.wrong = 1.0
+        with pytest.raises(SyncError, match="'w'"):
+            await table.publish(0)
+        assert all(member.loads == [0] for member in table.members.values())
 
     asyncio.run(scenario())

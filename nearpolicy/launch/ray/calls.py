@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import platform
 import sys
 import time
@@ -30,6 +29,8 @@ class Answer:
     events: Events = ()
     state: dict[str, Any] = field(default_factory=dict)
     """What of the host changes with its calls."""
+    said: tuple[str, ...] = ()
+    """To the person who runs it."""
 
     def result(self) -> Any:
         if self.error is not None:
@@ -134,8 +135,3 @@ def require_same_versions(places: Sequence[Place]) -> None:
     }
     if found:
         raise ConfigError(f"nodes differ: {'; '.join(sorted(found))}. Install the same versions on all of them")
-
-
-async def together(waited_for: Sequence[Any]) -> list[Any]:
-    """All answers; the first error as soon as it is there."""
-    return list(await asyncio.gather(*waited_for))

@@ -139,14 +139,24 @@ class Cluster:
             self._actors.remove(actor)
 
     async def close(self) -> None:
-        import ray
+        try:
+            await self._rest()
+        finally:  # also if nobody waits for the end of it
+            self._end()
+            await self._disconnect()
 
+    async def _rest(self) -> None:
+        """What actors share with others is given back; who does not answer is killed all the same."""
         resting = [asyncio.ensure_future(_done(actor.rest.remote())) for actor in self._actors]
-        if resting:  # what they share with others is given back; who does not answer is killed all the same
-            await asyncio.wait(resting, timeout=REST_S)
-            for each in resting:
-                each.cancel()
-            await asyncio.gather(*resting, return_exceptions=True)
+        if resting:
+            try:
+                await asyncio.wait(resting, timeout=REST_S)
+            finally:
+                for each in resting:
+                    each.cancel()
+                await asyncio.gather(*resting, return_exceptions=True)
+
+    def _end(self) -> None:
         for actor in list(self._actors):
             self.kill(actor)
         from ray.util.placement_group import remove_placement_group
@@ -155,6 +165,10 @@ class Cluster:
             with contextlib.suppress(Exception):
                 remove_placement_group(group)
         self._bundles.clear()
+
+    async def _disconnect(self) -> None:
+        import ray
+
         if self.is_own and ray.is_initialized():
             self.is_own = False
             await asyncio.to_thread(ray.shutdown)

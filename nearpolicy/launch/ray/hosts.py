@@ -1,4 +1,4 @@
-"""What runs inside an actor: plain classes, each with one role of a run. Nothing here knows Ray.
+"""What runs inside an actor: plain classes, each with one role of a run.
 
     Process   the actor: becomes a host, and passes calls on to it
     hosts     their coroutines run on the actor's event loop, everything else on one thread, call by call
@@ -47,7 +47,6 @@ class Loaded:
     """Its rule (`nearpolicy.models.numerics.Numerics`)."""
     bound: Any
     """How far engine and learner may be apart there (`nearpolicy.launch.diagnosis.Bound`)."""
-    said: tuple[str, ...]
 
 
 class Process:
@@ -96,6 +95,16 @@ class _Role:
         self._words: Words | None = None
         self._model: FitModel | None = None
 
+    def load_model(self) -> Answer:
+        return self._and_said(answered(self._load))
+
+    def _say(self, text: str) -> None:
+        self._said.append(text)
+
+    def _and_said(self, answer: Answer) -> Answer:
+        said, self._said = tuple(self._said), []
+        return replace(answer, said=said)
+
     def _load(self) -> Loaded:
         from nearpolicy.launch import build
         from nearpolicy.launch.diagnosis import bound_of
@@ -103,13 +112,12 @@ class _Role:
 
         settle(1)
         self._words = build.Words.of(self._config)
-        model = self._model = build.load_model(self._config, self._words, self._said.append)
+        model = self._model = build.load_model(self._config, self._words, self._say)
         return Loaded(
             place=here(),
             mode=model.mode,
             numerics=model.numerics,
             bound=bound_of(model.mode, model.policy, narrow=self._config.generator.weights != "same"),
-            said=tuple(self._said),
         )
 
 
@@ -123,12 +131,9 @@ class GeneratorHost(_Role):
         self._host: Host | None = None
         self._receivers: dict[str, Receiver] = {}
 
-    def load_model(self) -> Answer:
-        return answered(self._load)
-
     async def start(self, mode: str, numerics: Any) -> Answer:
         """With what all roles of the run can keep."""
-        return answered(self._start, mode, numerics)
+        return self._and_said(answered(self._start, mode, numerics))
 
     def _start(self, mode: str, numerics: Any) -> Any:
         from nearpolicy.generator.host import Host
@@ -138,9 +143,7 @@ class GeneratorHost(_Role):
         threads = max(1, int(self._config.runtime.cpus_per_generator))
 
         def replica(tell: Callable[..., None]) -> Any:
-            self._engine = build.start_engine(
-                self._config, self._words, model, tell, self._said.append, own_threads=threads
-            )
+            self._engine = build.start_engine(self._config, self._words, model, tell, self._say, own_threads=threads)
             return self._engine.runner
 
         self._host = Host(self._name, [replica])
@@ -187,11 +190,6 @@ class GeneratorHost(_Role):
         except Exception as error:
             return failure(error)
 
-    async def memory(self) -> dict[str, float]:
-        from nearpolicy.launch import build
-
-        return build.engine_memory(self._engine.engine)
-
     async def close(self) -> None:
         if self._host is not None:
             self._host.close()
@@ -212,9 +210,6 @@ class LearnerHost(_Role):
         self._ahead: tuple[Row, ...] = ()
         """What has come of the next batch."""
 
-    def load_model(self) -> Answer:
-        return answered(self._load)
-
     def meeting_place(self) -> str:
         """Where ranks may find each other: a free port of this node."""
         import ray
@@ -225,7 +220,7 @@ class LearnerHost(_Role):
 
     def start(self, numerics: Any, transport: str, address: str | None) -> Answer:
         """``address``: where the ranks meet, if there are several."""
-        return answered(self._start, numerics, transport, address)
+        return self._and_said(answered(self._start, numerics, transport, address))
 
     def _start(self, numerics: Any, transport: str, address: str | None) -> None:
         from nearpolicy.launch import build
@@ -239,7 +234,7 @@ class LearnerHost(_Role):
         self._sender = sender_of(transport, self._config, peers_of(self._ranks))
         threads = max(1, int(self._config.runtime.cpus_per_learner))
         make = partial(build.make_ranked_learner, self._config, self._words, numerics, ranks=self._ranks)
-        self._make = partial(make, own_threads=threads, on_event=self._diary.tell)
+        self._make = partial(make, own_threads=threads, on_event=self._diary.tell, say=self._say)
         self._learner = self._make()
 
     def begin_anew(self) -> Answer:
@@ -291,11 +286,6 @@ class LearnerHost(_Role):
     def deliver(self, shipment: Shipment, members: Sequence[str], awaited: Sequence[str]) -> Answer:
         """Hand a version to generators that are receiving it."""
         return self._answered(self._sender.deliver, shipment, members, awaited)
-
-    def memory(self) -> dict[str, float]:
-        from nearpolicy.launch import build
-
-        return build.learner_memory(self._learner)
 
     async def close(self) -> None:
         if self._sender is not None:

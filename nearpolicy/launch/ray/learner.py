@@ -2,6 +2,7 @@
 
 A rank that dies takes the others with it, which would wait for it. The learner then begins on fresh ranks, is brought
 back to where it was by whoever has the record (a checkpoint, and the recorded batches after it), and is asked again.
+Until it is there, whoever else has a question waits.
 """
 
 from __future__ import annotations
@@ -19,14 +20,12 @@ from nearpolicy.waits import waiting
 
 MOST_LOSSES = 3
 """Times that ranks may die over one question before the run ends."""
-
-
 APART_S = 5.0
 """For the answers of the other ranks, once one says that they have come apart."""
 
 
-class Apart(NearpolicyError):
-    """Ranks wait for one that does not come."""
+class Apart(Exception):
+    """Ranks wait for one that does not come. Whoever brings a learner back lets it pass."""
 
 
 class LearnerLost(NearpolicyError):
@@ -46,6 +45,14 @@ def with_segments(rows: Sequence[Row], known: Sequence[Row]) -> tuple[Row, ...]:
     return tuple(replace(row, segment=left[row.group, row.sample, row.replayed].pop().segment) for row in rows)
 
 
+Join = Callable[[Sequence[Any]], Any]
+"""The answer, of the answers of all ranks."""
+
+
+def first_of(answers: Sequence[Any]) -> Any:
+    return answers[0]
+
+
 class LearnerRanks:
     """Implements `nearpolicy.launch.places.LearnerPlace`."""
 
@@ -61,21 +68,26 @@ class LearnerRanks:
         self._shipped: tuple[Row, ...] = ()
         """Rows of the coming batch that the ranks have."""
         self._turn = asyncio.Lock()
-        """All ranks get their calls in one order."""
+        """All ranks get their calls in one order, and nobody asks for anything else until lost ones are back."""
+        self._has_turn: asyncio.Task[Any] | None = None
+        self._lost_at: int | None = None
+        """The version that ranks have to be brought back to."""
+        self._are_lost = False
         self.bring_back: Callable[[int], Awaitable[None]] | None = None
-        """From the initial weights to those of a version."""
-        self._coming_back = False
+        """From the initial weights to those of a version, by calls from the task that it is awaited in."""
 
     async def start(self) -> None:
         self._ranks = await self._spawn()
-        self._state = (await self._ranks[0].do.remote("state")).state
+        self._taken(await self._answers("state", ()))
 
     @property
     def is_there(self) -> bool:
-        return bool(self._state)
+        return bool(self._state) and not self._are_lost
 
     @property
     def version(self) -> int:
+        if self._lost_at is not None and self._has_turn is not asyncio.current_task():
+            return self._lost_at  # for all but those who bring it back
         return self._state["version"]
 
     @property
@@ -98,11 +110,16 @@ class LearnerRanks:
         return tuple(rows[done:])
 
     async def weights(self, record_parent: int | None) -> Weights:
-        return await self._ask("weights", lambda: (record_parent,))
+        from nearpolicy.launch.ray.object_store import of_all_ranks
+
+        return await self._ask("weights", lambda: (record_parent,), join=of_all_ranks)
 
     async def begin_anew(self) -> None:
+        await self._ask("begin_anew", self._forgotten)
+
+    def _forgotten(self) -> tuple[()]:
         self._state, self._shipped = {}, ()
-        await self._ask("begin_anew", tuple)
+        return ()
 
     async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return await self._ask("call", lambda: (function, *arguments))
@@ -111,34 +128,52 @@ class LearnerRanks:
         return await self._ask("deliver", lambda: (weights.shipment, tuple(members), tuple(awaited)))
 
     async def memory(self) -> dict[str, float]:
-        return await self._ranks[0].do.remote("memory")
+        from nearpolicy.launch import build
 
-    async def _ask(self, verb: str, arguments: Callable[[], tuple[Any, ...]]) -> Any:
-        from ray.exceptions import RayError
+        return await self.call(build.learner_memory)
 
-        for losses in range(MOST_LOSSES + 1):
-            given = arguments()
-            what = getattr(given[0], "__name__", verb) if verb == "call" else verb
+    async def _ask(self, verb: str, arguments: Callable[[], tuple[Any, ...]], join: Join = first_of) -> Any:
+        if self._has_turn is asyncio.current_task():  # a part of coming back
+            return self._taken(await self._answers(verb, arguments()), join)
+        async with self._turn:
+            self._has_turn = asyncio.current_task()
             try:
-                async with self._turn:
-                    with waiting("the run", f"{what} on the ranks of the learner"):
-                        return self._taken(await self._answers(verb, given))
-            except (RayError, Apart) as error:
-                await self._come_back(what, error, losses)
-        raise AssertionError("the last loss ends the run")
+                return await self._until_answered(verb, arguments, join)
+            finally:
+                self._has_turn = None
+
+    async def _until_answered(self, verb: str, arguments: Callable[[], tuple[Any, ...]], join: Join) -> Any:
+        from ray.exceptions import RayError, RayTaskError
+
+        losses = 0
+        while True:
+            try:
+                if self._are_lost:
+                    await self._come_back()
+                answers = await self._answers(verb, arguments())
+            except RayTaskError:  # something is wrong with the call, and nobody has died of it
+                raise
+            except (RayError, Apart, ConfigError, StandstillError) as error:  # the last two: of fresh ranks
+                losses += 1
+                self._lost(verb, error, losses)
+            else:
+                return self._taken(answers, join)
 
     async def _answers(self, verb: str, arguments: Sequence[Any]) -> list[Answer]:
         import ray
 
+        what = getattr(arguments[0], "__name__", verb) if verb == "call" else verb
         shared = arguments
         if len(self._ranks) > 1:  # large ones travel once
             shared = [ray.put(argument) for argument in arguments]
-        asked = [asyncio.ensure_future(_answer(rank.do.remote(verb, *shared))) for rank in self._ranks]
-        try:
-            return await self._together(asked)
-        finally:
-            for each in asked:
-                each.cancel()
+        with waiting("the run", f"{what} on the ranks of the learner"):
+            asked = [asyncio.ensure_future(_answer(rank.do.remote(verb, *shared))) for rank in self._ranks]
+            try:
+                return await self._together(asked)
+            finally:
+                for each in asked:
+                    each.cancel()
+                await asyncio.gather(*asked, return_exceptions=True)
 
     async def _together(self, asked: Sequence[asyncio.Future[Answer]]) -> list[Answer]:
         """All answers; none is waited for long once a rank says that they have come apart."""
@@ -155,34 +190,33 @@ class LearnerRanks:
             raise Apart(str(next(a.error for a in answers if isinstance(a.error, StandstillError))))
         return answers
 
-    def _taken(self, answers: Sequence[Answer]) -> Any:
+    def _taken(self, answers: Sequence[Answer], join: Join = first_of) -> Any:
         for kind, fields in answers[0].events:
             self._tell(kind, **fields)
         self._state = answers[0].state
-        failed = next((answer for answer in answers if answer.error is not None), answers[0])
-        return failed.result()
+        for answer in answers:
+            if answer.error is not None:
+                return answer.result()
+        return join([answer.value for answer in answers])
 
-    async def _come_back(self, what: str, error: Exception, losses: int) -> None:
-        """Fresh ranks, where the lost ones were; one that is lost meanwhile counts as another loss."""
-        version, why = self._state.get("version"), described(error, 120)
-        if self._coming_back or version is None or self.bring_back is None or losses == MOST_LOSSES:
+    def _lost(self, verb: str, error: Exception, losses: int) -> None:
+        if not self._are_lost:  # not while it comes back, when it may be anywhere
+            self._lost_at = self._state.get("version")  # None: it was beginning anew, which fresh ranks have done
+        self._are_lost, self._shipped = True, ()
+        if self.bring_back is None or losses > MOST_LOSSES:
             raise LearnerLost(
-                f"the learner is lost, during {what}: {described(error)}. What was recorded is kept: "
+                f"the learner is lost, during {verb}: {described(error)}. What was recorded is kept: "
                 "`nearpolicy train --resume` goes on from there"
             ) from error
-        self._say(
-            f"a rank of the learner died during {what}: {why}. It begins again, from the record of {version} steps"
-        )
-        self._shipped, self._coming_back = (), True
-        try:
-            await self.start()
-            await self.bring_back(version)
-        except (LearnerLost, ConfigError) as again:
-            self._state = {"version": version}
-            self._coming_back = False
-            await self._come_back(what, again, losses + 1)
-        finally:
-            self._coming_back = False
+        begins = "the initial weights" if self._lost_at is None else f"the record of {self._lost_at} steps"
+        self._say(f"a rank of the learner died during {verb}: {described(error, 120)}. It begins again, from {begins}")
+
+    async def _come_back(self) -> None:
+        """Fresh ranks, where the lost ones were."""
+        await self.start()
+        if self._lost_at is not None:
+            await self.bring_back(self._lost_at)
+        self._are_lost, self._lost_at, self._shipped = False, None, ()
 
 
 async def _answer(reference: Any) -> Answer:

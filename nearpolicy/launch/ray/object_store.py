@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nearpolicy.errors import SyncError
-from nearpolicy.roles import Shard, Shipment, VersionRecord
+from nearpolicy.roles import Shard, Shipment, VersionRecord, Weights
 from nearpolicy.sync.plan import Copy, dtype_called, slices
 from nearpolicy.sync.shipping import Alone, Peers, Route, digests_among, entries_of, known_digests
 
@@ -23,7 +24,8 @@ NAME = "object_store"
 
 
 class ObjectStoreSender:
-    """Implements `nearpolicy.sync.shipping.Sender`."""
+    """Implements `nearpolicy.sync.shipping.Sender`. A shipment has the part of its rank alone: references may only
+    travel by Ray, so that whoever hears from all ranks puts the parts together (`of_all_ranks`)."""
 
     def __init__(self, *, peers: Peers | None = None, wire: torch.dtype | None = None) -> None:
         self._peers = peers or Alone()
@@ -36,7 +38,6 @@ class ObjectStoreSender:
         self._route.update(shards)
         mine = [copy for copy in self._route.copies if copy.holder == self._peers.rank]
         packed = self._packed(mine, shards)
-        parts = self._peers.exchange("parts of the weights", (ray.put(packed.numpy()), mine))
         known = known_digests(self._peers, digests, shards, self._wire)
         digests = known or digests_among(self._peers, self._route, shards)
         return Shipment(
@@ -45,7 +46,7 @@ class ObjectStoreSender:
             version=record.version,
             entries=entries_of(self._route.layout),
             digests=dict(digests),
-            place=parts,
+            place=[(ray.put(packed.numpy()), mine)],
         )
 
     def _packed(self, copies: Sequence[Copy], shards: Mapping[str, Shard]) -> Tensor:
@@ -64,6 +65,15 @@ class ObjectStoreSender:
     def close(self) -> None: ...
 
 
+def of_all_ranks(found: Sequence[Weights]) -> Weights:
+    """What ranks have shipped, as one."""
+    first = found[0]
+    if first.shipment is None or first.shipment.transport != NAME:
+        return first
+    parts = [part for weights in found for part in weights.shipment.place]
+    return replace(first, shipment=replace(first.shipment, place=parts))
+
+
 class ObjectStoreReceiver:
     """Implements `nearpolicy.sync.shipping.Receiver`. The actor's method gets the parts by reference."""
 
@@ -76,6 +86,8 @@ class ObjectStoreReceiver:
         except ray.exceptions.RayError as error:
             raise SyncError(f"version {shipment.version} is lost with the rank that held it: {error}") from error
         yield assembled(shipment, parts)
+
+    def close(self) -> None: ...
 
 
 def assembled(shipment: Shipment, parts: Sequence[tuple[Any, Sequence[Copy]]]) -> dict[str, Tensor]:

@@ -12,7 +12,6 @@ Ray itself restarts none of them: who comes back is brought up to date first.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nearpolicy.config import RunConfig
-from nearpolicy.errors import ConfigError, NearpolicyError, described
+from nearpolicy.errors import ConfigError, EngineError, described
 from nearpolicy.launch.colocated import TakesTurns
 from nearpolicy.launch.ray.calls import Answer, Place, require_same_versions
 from nearpolicy.launch.ray.cluster import Cluster
@@ -28,7 +27,7 @@ from nearpolicy.launch.ray.generators import GeneratorMember
 from nearpolicy.launch.ray.hosts import GeneratorHost, LearnerHost, Loaded, VerifierHost
 from nearpolicy.launch.ray.learner import LearnerRanks
 from nearpolicy.launch.ray.memory import require_memory
-from nearpolicy.launch.ray.transports import chosen
+from nearpolicy.launch.ray.transports import chosen, require_reached
 from nearpolicy.launch.ray.verifiers import Demand, VerifierPools
 from nearpolicy.launch.runtime import Functions, RunVerifier, Say
 from nearpolicy.launch.sizes import model_shape
@@ -46,6 +45,8 @@ if TYPE_CHECKING:
 
 LONGEST_PAUSE_S = 60.0
 """Between two tries to start a generator."""
+LOOKS_EVERY_S = 0.2
+"""For a generator, while none is there."""
 
 
 class RayRuntime:
@@ -65,8 +66,10 @@ class RayRuntime:
         self._verifiers: dict[int, Any] = {}
         self._ranks_are_used = False
         self._fleet: Fleet | None = None
+        self.publisher: Publisher | None = None
         self._garbage_as_before: Callable[[], None] = lambda: None
         self._joining: set[asyncio.Task[None]] = set()
+        self._said: set[str] = set()
 
     @property
     def _num_ranks(self) -> int:
@@ -97,6 +100,7 @@ class RayRuntime:
             lambda task: [reward.source for reward in rewards[task]],
             tell,
             self._say,
+            silence_s=runtime.silence_s,
         )
         return self._pools
 
@@ -122,12 +126,10 @@ class RayRuntime:
             *(self._started("an actor to begin", each.here.remote()) for each in everybody)
         )
         require_same_versions(places)
-        self._transport = chosen(self._config, places)
+        self._transport, self._places = chosen(self._config, places), places
         if (shape := model_shape(self._config.model)) is not None:
             require_memory(self._config, shape, places[: len(ranks)], places[len(ranks) :], self._transport)
         found = await asyncio.gather(*map(self._load_rank, ranks), *map(self._load_generator, replicas))
-        for text in dict.fromkeys(text for loaded in found for text in loaded.said):
-            self._say(text)
         self._settle_numerics(found)
 
     def _settle_numerics(self, found: Sequence[Loaded]) -> None:
@@ -160,7 +162,7 @@ class RayRuntime:
 
     async def _started(self, what: str, answer: Any) -> Any:
         """A step of the start; `ConfigError` if it takes too long or its actor dies."""
-        from ray.exceptions import RayError
+        from ray.exceptions import RayError, RayTaskError
 
         limit = self._config.runtime.start_timeout_s
         try:
@@ -169,12 +171,20 @@ class RayRuntime:
                     found = await answer
         except TimeoutError:
             raise ConfigError(f"{what}: not within {limit:g} s (runtime.start_timeout_s)") from None
+        except RayTaskError as error:  # the call itself: what was sent cannot be read there, say
+            raise ConfigError(f"{what}: {described(error, 600)}") from error
         except RayError as error:
             raise ConfigError(
                 f"{what}: its process ended ({described(error, 600)}). If memory was short there, `nearpolicy check` "
                 "says what a role needs"
             ) from error
-        return found.result() if isinstance(found, Answer) else found
+        if not isinstance(found, Answer):
+            return found
+        for text in found.said:
+            if text not in self._said:  # all of a kind say the same
+                self._said.add(text)
+                self._say(text)
+        return found.result()
 
     # Generator, learner, publication.
 
@@ -188,6 +198,7 @@ class RayRuntime:
         self._fleet = self.generator = Fleet(
             patience_s=config.runtime.start_timeout_s, silence_s=config.runtime.silence_s, on_event=self._of_fleet
         )
+        self._any = AnyMember(self._fleet, config.runtime.start_timeout_s)
         if config.runtime.placement == "colocated":
             self.learner = TakesTurns(self._learner, self._fleet)
         begun = await asyncio.gather(
@@ -195,10 +206,11 @@ class RayRuntime:
         )
         for member in begun[1:]:
             self._fleet.join(member)
-        self.publisher: Publisher = Publisher(
+        self.publisher = Publisher(
             self.learner,
             {link.member.name: link for link in self._fleet.links},
             timeout_s=config.sync.timeout_s,
+            lost_come_back=True,
             deliver=self._learner.deliver,
             on_event=partial(tell, "sync"),
             on_behind=lambda name, reason: self._say(f"{name} is behind: {reason}"),
@@ -221,7 +233,12 @@ class RayRuntime:
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._joining.add(task)
-        task.add_done_callback(self._joining.discard)
+        task.add_done_callback(self._kept)
+
+    def _kept(self, task: asyncio.Task[None]) -> None:
+        self._joining.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._say(f"a generator less: no other one could be started, {described(error)}")
 
     async def _replace(self, name: str, reason: str) -> None:
         """Another one in the place of a generator that was lost."""
@@ -234,7 +251,8 @@ class RayRuntime:
     async def _add(self, place: int) -> None:
         """One more, as soon as there is room for it."""
         bundle = self._rooms.of["generator"][place].bundle
-        await self._cluster.more_room(bundle, self._rooms.more[bundle])
+        with waiting(_name(place), "room in the cluster (generator.most_replicas)"):
+            await self._cluster.more_room(bundle, self._rooms.more[bundle])
         await self._join(place)
 
     async def _join(self, place: int) -> None:
@@ -246,15 +264,17 @@ class RayRuntime:
             try:
                 loaded = await self._load_generator(place)
                 require_same_versions([loaded.place])
+                require_reached(self._transport, name, loaded.place, self._places)
                 self._require_as_exact(name, loaded)
-                member = await self._member(place, actor)
-            except NearpolicyError as error:
+                link = self._fleet.join(await self._member(place, actor))
+            except Exception as error:
                 self._cluster.kill(actor)
                 self._say(f"{name} cannot be started, and is tried again in {pause_s:g} s: {described(error, 200)}")
-                await asyncio.sleep(pause_s)
+                with waiting(name, "the next try to start it"):
+                    await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 continue
-            await self.publisher.add(name, self._fleet.join(member))
+            await self.publisher.add(name, link)
             return
 
     def _require_as_exact(self, name: str, loaded: Loaded) -> None:
@@ -291,16 +311,16 @@ class RayRuntime:
         from nearpolicy.launch import build
 
         config = self._config
-        return build.make_meter(
-            config, language, self.generator, _AnyMember(self._fleet), self.learner, self._bound, tell, self._say
-        )
+        return build.make_meter(config, language, self.generator, self._any, self.learner, self._bound, tell, self._say)
 
     def usage(self) -> dict[str, float]:
         return self._fleet.usage()
 
     async def memory(self) -> dict[str, float]:
-        """Of the first generator and the first rank."""
-        engine, learner = await asyncio.gather(self._generators[0].do.remote("memory"), self._learner.memory())
+        """Of one generator and the first rank."""
+        from nearpolicy.launch import build
+
+        engine, learner = await asyncio.gather(self._any.examine(build.engine_memory), self._learner.memory())
         return engine | learner
 
     async def stop(self) -> None:
@@ -311,8 +331,9 @@ class RayRuntime:
             task.cancel()
         await asyncio.gather(*self._joining, return_exceptions=True)
         if fleet is not None:
-            with contextlib.suppress(Exception):
-                await fleet.close()
+            if self.publisher is not None:
+                await self.publisher.close()
+            await fleet.close()
 
     async def close(self) -> None:
         await self.stop()
@@ -322,13 +343,31 @@ class RayRuntime:
 
 
 @dataclass(frozen=True, slots=True)
-class _AnyMember:
-    """Whatever generator is there, for a look inside."""
+class AnyMember:
+    """Whatever generator is there, for a look inside; another one if it dies."""
 
     fleet: Fleet
+    patience_s: float
 
     async def examine(self, look: Callable[..., Any]) -> Any:
-        return await self.fleet.links[0].member.examine(look)
+        """`EngineError` if there is none for so long."""
+        from ray.exceptions import RayError, RayTaskError
+
+        limit = self.patience_s
+        try:
+            with waiting("a look at a generator", "one that holds the present weights"):
+                async with asyncio.timeout(limit):
+                    while True:
+                        for link in self.fleet.up_to_date:
+                            try:
+                                return await link.member.examine(look)
+                            except RayTaskError:
+                                raise
+                            except RayError:
+                                pass  # the fleet hears of it
+                        await asyncio.sleep(LOOKS_EVERY_S)
+        except TimeoutError:
+            raise EngineError(f"no generator could be looked at for {limit:g} s (runtime.start_timeout_s)") from None
 
 
 def _place(name: str) -> int:

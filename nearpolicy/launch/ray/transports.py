@@ -16,12 +16,24 @@ if TYPE_CHECKING:
 
 
 def chosen(config: RunConfig, places: Sequence[Place]) -> str:
-    """For ranks and generators in these places."""
+    """For ranks and generators in these places, and for those that may come elsewhere on the cluster."""
+    may_grow = config.runtime.address is not None and config.generator.most > config.generator.replicas
     try:
         one_host = len({place.node_id for place in places}) == 1
+        if config.sync.transport == "auto" and may_grow:
+            one_host = False
         return config.sync.transport_between(one_process=False, one_host=one_host)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def require_reached(transport: str, name: str, place: Place, places: Sequence[Place]) -> None:
+    """`ConfigError` for a generator that comes to another node than the others, where the way does not lead."""
+    if transport == "shared_memory" and place.node_id not in {each.node_id for each in places}:
+        raise ConfigError(
+            f"{name} is on {place.node}, and weights go through the memory of {places[0].node}: set sync.transport to "
+            "broadcast, files or object_store"
+        )
 
 
 def peers_of(ranks: Ranks | None) -> Peers:

@@ -101,15 +101,20 @@ class VerifierPools:
         sources: Callable[[str], Sequence[str]],
         tell: Callable[..., None],
         say: Callable[[str], None],
+        silence_s: float,
     ) -> None:
-        """``spawn``: a started actor for a place. ``sources``: of a task, what verdicts are asked for."""
+        """``spawn``: a started actor for a place, whose caller ends it. ``sources``: of a task, what verdicts are asked
+        for. ``silence_s``: an actor that answers nothing for so long is lost."""
         self._spawn = spawn
         self._demand = demand
         self._sources = sources
         self._tell = tell
         self._say = say
+        self._silence_s = silence_s
         self._pools: dict[int, _Pool] = {}
         """By place."""
+        self._leaving: dict[int, _Pool] = {}
+        """Those that get nothing more, until they have judged what they have."""
         self._homeless: dict[int, _Case] = {}
         """While no actor is there."""
         self._tickets = itertools.count()
@@ -147,9 +152,6 @@ class VerifierPools:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for pool in self._pools.values():
-            with contextlib.suppress(Exception):
-                await pool.actor.rest.remote()
         self._pools.clear()
 
     async def score(self, prompt: Prompt, rollout: Rollout, *, admission: int | None = None) -> Mapping[str, Verdict]:
@@ -163,14 +165,19 @@ class VerifierPools:
             return await case.verdicts
         finally:
             self._homeless.pop(ticket, None)
-            for pool in self._pools.values():
+            for pool in [*self._pools.values(), *self._leaving.values()]:
                 pool.cases.pop(ticket, None)
 
     def _keep(self, work: Any, name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._kept)
         return task
+
+    def _kept(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._end(error)
 
     def _open(self, place: int, actor: Any) -> None:
         pool = self._pools[place] = _Pool(actor)
@@ -191,20 +198,31 @@ class VerifierPools:
 
     def _flush(self) -> None:
         self._unsent = None
-        for pool in self._pools.values():
+        for pool in [*self._pools.values(), *self._leaving.values()]:
             tickets, pool.outbox = pool.outbox, []
             cases = [(ticket, pool.cases[ticket]) for ticket in tickets if ticket in pool.cases]
             if cases:
                 sent = [(ticket, case.prompt, case.rollout, case.admission) for ticket, case in cases]
-                pool.actor.do.remote("score_many", sent)
+                self._keep(self._hand_over(pool, sent), "rollouts to a verifier")
+
+    async def _hand_over(self, pool: _Pool, cases: Sequence[tuple[Any, ...]]) -> None:
+        from ray.exceptions import RayError, RayTaskError
+
+        try:
+            await pool.actor.do.remote("score_many", cases)
+        except RayTaskError:
+            raise
+        except RayError:
+            pass  # it has died, which whoever collects from it hears too
 
     async def _collect(self, place: int, pool: _Pool) -> None:
         from ray.exceptions import RayError
 
         while True:
             try:
-                told = await pool.actor.do.remote("collect")
-            except RayError as error:
+                async with asyncio.timeout(self._silence_s):
+                    told = await pool.actor.do.remote("collect")
+            except (RayError, TimeoutError) as error:
                 self._lost(place, pool, error)
                 return
             pool.flips = told.flips
@@ -230,10 +248,13 @@ class VerifierPools:
 
     def _lost(self, place: int, pool: _Pool, error: Exception) -> None:
         """What it had is judged again, by another one or by the one that takes its place."""
-        del self._pools[place]
-        self._say(f"verifier {place} died: {described(error, 120)}; what it was judging is judged again")
-        self._keep(self._begin(place), f"verifier {place} again")
-        for ticket, case in pool.cases.items():
+        why = f"no answer within {self._silence_s:g} s" if isinstance(error, TimeoutError) else described(error, 120)
+        self._say(f"verifier {place} died: {why}; what it was judging is judged again")
+        if self._pools.get(place) is pool:  # else it was to go
+            del self._pools[place]
+            self._keep(self._begin(place), f"verifier {place} again")
+        cases, pool.cases = pool.cases, {}
+        for ticket, case in cases.items():
             case.losses += 1
             if case.verdicts.done():
                 continue
@@ -262,9 +283,11 @@ class VerifierPools:
         if not self._pools and not self._starting:
             self._end(VerifierError(f"no verifier is left, and none can be started: {described(last)}"))
 
-    def _end(self, error: Exception) -> None:
+    def _end(self, error: BaseException) -> None:
+        """Nobody waits for verdicts any more that may not come."""
         self._error = error
-        for case in self._homeless.values():
+        pools = [*self._pools.values(), *self._leaving.values()]
+        for case in [*self._homeless.values(), *(case for pool in pools for case in pool.cases.values())]:
             if not case.verdicts.done():
                 case.verdicts.set_exception(error)
 
@@ -273,7 +296,8 @@ class VerifierPools:
             await asyncio.sleep(SIZED_EVERY_S)
             now = len(self._pools) + len(self._starting)
             wanted = self._demand.wanted(now)
-            free = [p for p in range(self._demand.most) if p not in self._pools and p not in self._starting]
+            taken = self._pools.keys() | self._starting | self._leaving.keys()
+            free = [place for place in range(self._demand.most) if place not in taken]
             for place in free[: max(0, wanted - now)]:
                 self._keep(self._begin(place), f"verifier {place}")
             if wanted < now and len(self._pools) > 1:
@@ -281,8 +305,13 @@ class VerifierPools:
 
     async def _give_up(self, place: int) -> None:
         """It gets nothing more, and goes when it has judged what it has."""
-        pool = self._pools.pop(place)
-        await asyncio.gather(*(case.verdicts for case in pool.cases.values()), return_exceptions=True)
-        pool.collector.cancel()
-        with contextlib.suppress(Exception):
-            await pool.actor.rest.remote()
+        pool = self._leaving[place] = self._pools.pop(place)
+        try:
+            while left := [case.verdicts for case in pool.cases.values() if not case.verdicts.done()]:
+                await asyncio.wait(left)
+            pool.collector.cancel()
+            with contextlib.suppress(Exception):  # one that has died is at rest
+                async with asyncio.timeout(self._silence_s):
+                    await pool.actor.rest.remote()
+        finally:
+            del self._leaving[place]
