@@ -27,7 +27,8 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "ray
 
 import chaos  # noqa: E402
 
-from nearpolicy.errors import NearpolicyError  # noqa: E402
+from nearpolicy.errors import ConfigError, SyncError, VerifierError  # noqa: E402
+from nearpolicy.launch.ray.learner import LearnerLost  # noqa: E402
 
 STEPS = 12
 ON_RAY = (
@@ -56,6 +57,8 @@ class Tally:
     runs: int = 0
     lives: int = 0
     bit_equal: int = 0
+    ended: Counter = field(default_factory=Counter)
+    """Kinds of errors with which lives ended that were taken up."""
 
 
 class Killer(threading.Thread):
@@ -103,7 +106,8 @@ def live(settings: tuple[str, ...], luck: random.Random, kills: int, tally: Tall
     tally.lives += 1
     try:
         run_session(session)
-    except NearpolicyError as error:
+    except (LearnerLost, VerifierError, ConfigError, SyncError) as error:  # killed again and again while it came back
+        tally.ended[type(error).__name__] += 1
         print(f"   this life ended: {error}", flush=True)
     finally:
         killer.over.set()
@@ -129,7 +133,17 @@ def run(base: Path, name: str, luck: random.Random, kills: int, tally: Tally) ->
         chaos.require_whole(folder, bound=bound, steps=STEPS)
     except chaos.Broken as error:
         raise chaos.Broken(f"{folder} ({name}): {error}") from None
+    if name == "goes back" and not _went_back(folder):
+        raise chaos.Broken(f"{folder} ({name}): it did not, so that nothing was tried")
     return folder
+
+
+def _went_back(folder: Path) -> bool:
+    from nearpolicy.records import ROLLBACK
+    from nearpolicy.store.reader import RunReader
+
+    with RunReader(folder / "run") as run:
+        return any(branch.kind == ROLLBACK for branch in run.branches())
 
 
 def disturbed(base: Path, kills: int, seed: int) -> Tally:
@@ -154,7 +168,7 @@ def disturbed(base: Path, kills: int, seed: int) -> Tally:
 def as_json(tally: Tally, seconds: float) -> dict[str, Any]:
     return {
         "kills": sum(tally.kills.values()), "of": dict(tally.kills), "runs": tally.runs, "lives": tally.lives,
-        "final_weights_compared_and_equal": tally.bit_equal, "lost_groups": 0, "doubled_groups": 0,
+        "lives_ended_by": dict(tally.ended), "final_weights_compared_and_equal": tally.bit_equal, "lost_groups": 0, "doubled_groups": 0,
         "staleness_violations": 0, "seconds": round(seconds, 1),
     }  # fmt: skip
 
