@@ -167,10 +167,17 @@ def disturbed(base: Path, kills: int, seed: int) -> Tally:
 
 def as_json(tally: Tally, seconds: float) -> dict[str, Any]:
     return {
-        "kills": sum(tally.kills.values()), "of": dict(tally.kills), "runs": tally.runs, "lives": tally.lives,
-        "lives_ended_by": dict(tally.ended), "final_weights_compared_and_equal": tally.bit_equal, "lost_groups": 0, "doubled_groups": 0,
-        "staleness_violations": 0, "seconds": round(seconds, 1),
-    }  # fmt: skip
+        "kills": sum(tally.kills.values()),
+        "of": dict(tally.kills),
+        "runs": tally.runs,
+        "lives": tally.lives,
+        "lives_ended_by": dict(tally.ended),
+        "final_weights_compared_and_equal": tally.bit_equal,
+        "lost_groups": 0,
+        "doubled_groups": 0,
+        "staleness_violations": 0,
+        "seconds": round(seconds, 1),
+    }
 
 
 def main() -> None:
