@@ -30,9 +30,9 @@ import chaos  # noqa: E402
 from nearpolicy.errors import ConfigError, SyncError, VerifierError  # noqa: E402
 from nearpolicy.launch.ray.learner import LearnerLost  # noqa: E402
 
-STEPS = 12
+STEPS = 8
 ON_RAY = (
-    f"run.steps={STEPS}", "runtime.kind=ray", "generator.replicas=2", "verifier.workers=1", "checkpoint.every=5",
+    f"run.steps={STEPS}", "runtime.kind=ray", "generator.replicas=2", "verifier.workers=1", "checkpoint.every=3",
     "queue.rollout_timeout_s=120", "queue.stall_timeout_s=300",
 )  # fmt: skip
 SETTINGS: dict[str, tuple[str, ...]] = {
@@ -154,7 +154,7 @@ def disturbed(base: Path, kills: int, seed: int) -> Tally:
         name = names[tally.runs % len(names)]
         if name in EXACT and name not in undisturbed:
             undisturbed[name] = chaos.fingerprints(run(base, name, luck, 0, tally))
-        folder = run(base, name, luck, min(left, luck.randint(2, 5)), tally)
+        folder = run(base, name, luck, min(left, luck.randint(3, 5)), tally)
         if name in EXACT:
             if chaos.fingerprints(folder) != undisturbed[name]:
                 raise chaos.Broken(f"{folder} ({name}): other weights than those of the undisturbed run")

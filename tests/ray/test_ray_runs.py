@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,17 @@ def train(folder: str, *settings: str, on_step=None, said: list[str] | None = No
     return session
 
 
+_alone: dict[tuple[str, ...], Path] = {}
+
+
+def alone(folder: str, *settings: str) -> None:
+    """A run in one process; of equal ones the first is copied."""
+    if settings in _alone:
+        shutil.copytree(_alone[settings], folder)
+    else:
+        _alone[settings] = train(folder, *settings).folder.path.resolve()
+
+
 def fingerprints(folder: str) -> list[str]:
     with RunReader(Path(folder)) as run:
         return [record.fingerprint for record in run.versions()]
@@ -95,7 +107,7 @@ def require_whole(folder: str, *, bound: int, steps: int) -> None:
     ids=["one generator", "two, of two threads", "three"],
 )
 def test_generators_in_actors_give_the_tokens_and_weights_of_one_process(actors, settings):
-    train("inline")
+    alone("inline")
     train("ray", "runtime=ray", *settings)
     assert sampled("ray") == sampled("inline")
     assert fingerprints("ray") == fingerprints("inline")
@@ -115,7 +127,7 @@ def test_ranks_give_the_loss_curve_of_one(actors):
 @pytest.mark.parametrize("transport", ["object_store", "broadcast", "files"])
 def test_weights_arrive_as_they_were_sent_whatever_the_way(actors, transport, tmp_path):
     path = (f"sync.path={tmp_path}/weights", "sync.anchor_every=2") if transport == "files" else ()
-    train("inline")
+    alone("inline")
     train("ray", "runtime=ray", "generator.replicas=2", f"sync.transport={transport}", *path)
     assert fingerprints("ray") == fingerprints("inline")
 
@@ -158,7 +170,7 @@ def test_a_generator_that_joins_late_samples_what_the_first_one_would_have(actor
 
 
 def test_a_run_that_began_in_one_process_goes_on_in_actors(actors):
-    train("whole", "run.steps=4")
+    alone("whole", "run.steps=4")
     begun = train("run", "run.steps=4", on_step=lambda session, step: step == 1 and session.stop())
     assert begun.folder.summary.exists()
     config = resumed_config(begun.folder, ["runtime.kind=ray", "generator.replicas=2"])
@@ -190,7 +202,7 @@ def test_whoever_dies_the_weights_are_those_of_an_undisturbed_run(actors, victim
             ray.kill(VICTIMS[victim](session.runtime), no_restart=True)
 
     settings = ("runtime=ray", "generator.replicas=2", "run.steps=4", "checkpoint.every=0")
-    train("whole", "run.steps=4", "checkpoint.every=0")
+    alone("whole", "run.steps=4")
     train("killed", *settings, on_step=kill, said=said)
     assert fingerprints("killed") == fingerprints("whole")
     require_whole("killed", bound=0, steps=4)
@@ -226,7 +238,7 @@ def test_a_rank_lost_in_the_warm_start_makes_it_once(actors, monkeypatch):
 
 
 def test_a_rank_lost_while_a_checkpoint_is_loaded_leaves_it_where_it_is(actors, monkeypatch):
-    train("whole", "run.steps=3")
+    alone("whole")
     begun = train("run", "run.steps=3", on_step=lambda session, step: step == 1 and session.stop())
     killed = dies_before(monkeypatch, "load_checkpoint")
     said: list[str] = []

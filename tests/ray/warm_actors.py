@@ -26,6 +26,26 @@ def begin_ray() -> Any:
     return ray
 
 
+SPARES = 2
+
+
+class Warm:
+    """What an actor becomes before it is needed."""
+
+    def __init__(self) -> None:
+        import nearpolicy.generator.host
+        import nearpolicy.launch.build
+        import nearpolicy.launch.inline  # noqa: F401
+
+
+def _new() -> Any:
+    import ray
+
+    actor = ray.remote(Process).options(num_cpus=0).remote()
+    actor.become.remote("/", Warm)
+    return actor
+
+
 class WarmCluster(Cluster):
     """Actors come from a pool and go back to it; one that was killed does not."""
 
@@ -40,9 +60,9 @@ class WarmCluster(Cluster):
         pass
 
     def process(self, room) -> Any:
-        import ray
-
-        actor = self.pool.pop() if self.pool else ray.remote(Process).options(num_cpus=0).remote()
+        actor = self.pool.pop() if self.pool else _new()
+        while len(self.pool) < SPARES:  # warm by the time that one is killed
+            self.pool.insert(0, _new())
         self.out[id(actor)] = actor
         self._actors.append(actor)
         return actor
