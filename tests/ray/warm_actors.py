@@ -46,6 +46,16 @@ def _new() -> Any:
     return actor
 
 
+async def _is_alive(actor: Any) -> bool:
+    import ray
+
+    try:
+        await actor.here.remote()
+    except ray.exceptions.RayError:
+        return False
+    return True
+
+
 class WarmCluster(Cluster):
     """Actors come from a pool and go back to it; one that was killed does not."""
 
@@ -55,6 +65,8 @@ class WarmCluster(Cluster):
 
     async def make_room(self, bundles) -> None:
         self.out = {}
+        alive = await asyncio.gather(*map(_is_alive, self.pool))  # one may have been killed as it came back
+        self.pool[:] = [actor for actor, lives in zip(self.pool, alive, strict=True) if lives]
 
     async def more_room(self, number, bundle) -> None:
         pass
