@@ -254,11 +254,6 @@ def _runtime_contradictions(config: RunConfig) -> Iterator[str]:
                 "generator.most_replicas adds generators that have no rank of the learner beside them, which "
                 "runtime.placement=colocated does not do; leave one of them out"
             )
-        if config.learner.streaming:
-            yield (
-                "learner.streaming=true learns while completions are still generated, and with "
-                "runtime.placement=colocated generator and learner take turns; leave one of them out"
-            )
 
 
 def _slots_in_words(config: RunConfig) -> str:
@@ -674,7 +669,11 @@ def _apply_override(data: dict[str, Any], override: str, origins: _Origins) -> N
         if last:
             for other in other_names(".".join(map(str, path))):
                 node.pop(other, None)
-            node[part] = value
+            key = IN_A_WORD.get(".".join(map(str, path)))
+            if key is not None and isinstance(value, str) and isinstance(node.get(part), dict):
+                node[part][key] = value  # the other keys of the section stay
+            else:
+                node[part] = value
         else:
             inside = node[part] if isinstance(node, list) else node.get(part)
             if not isinstance(inside, (dict, list)):  # what one word says is one of its keys

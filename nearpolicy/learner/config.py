@@ -77,7 +77,8 @@ class LearnerConfig(ConfigModel):
     streaming: bool = True
     """Take up each group of a step as soon as it and those before it are there, while the others are still generated:
     the same micro-batches in the same order, and so the same bits, sooner. It happens where it can: with one update a
-    step and no reference or critic, advantages that depend on their group alone, and `queue.order: admission`."""
+    step and no reference or critic, advantages that depend on their group alone, `queue.order: admission`, and a
+    learner that does not take turns with its generators (`runtime.placement`)."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights. Left out: all weights."""
     ranks: PositiveInt = 1

@@ -146,7 +146,7 @@ def test_roles_that_take_turns_give_what_they_give_side_by_side(actors, bound):
     if bound == 0:
         train("apart", *settings)
     said: list[str] = []
-    train("together", "runtime.placement=colocated", *settings, said=said)
+    train("together", *settings, "runtime.placement=colocated", said=said)
     assert not any("was lost" in text for text in said), said
     require_whole("together", bound=bound, steps=3)
     assert bound or fingerprints("together") == fingerprints("apart")

@@ -26,24 +26,10 @@ def begin_ray() -> Any:
     return ray
 
 
-SPARES = 2
-
-
-class Warm:
-    """What an actor becomes before it is needed."""
-
-    def __init__(self) -> None:
-        import nearpolicy.generator.host
-        import nearpolicy.launch.build
-        import nearpolicy.launch.inline  # noqa: F401
-
-
 def _new() -> Any:
     import ray
 
-    actor = ray.remote(Process).options(num_cpus=0).remote()
-    actor.become.remote("/", Warm)
-    return actor
+    return ray.remote(Process).options(num_cpus=0).remote()
 
 
 async def _is_alive(actor: Any) -> bool:
@@ -73,8 +59,6 @@ class WarmCluster(Cluster):
 
     def process(self, room) -> Any:
         actor = self.pool.pop() if self.pool else _new()
-        while len(self.pool) < SPARES:  # warm by the time that one is killed
-            self.pool.insert(0, _new())
         self.out[id(actor)] = actor
         self._actors.append(actor)
         return actor
