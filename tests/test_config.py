@@ -309,6 +309,19 @@ def test_contradiction_names_both_settings(load, overrides, parts):
         assert part in message
 
 
+@pytest.mark.parametrize("overrides", [["runtime=ray", "runtime.verifiers=2"], ["runtime.verifiers=2", "runtime=ray"]])
+def test_a_section_in_one_word_and_its_other_keys_hold_together_in_any_order(load, overrides):
+    runtime = load("", *overrides).runtime
+    assert (runtime.kind, runtime.verifiers) == ("ray", 2)
+
+
+def test_settings_from_python_stay_as_they_are():
+    settings = {"queue": {"max_staleness": 0}}
+    with pytest.raises(ConfigError):  # there is no model in them
+        config_from_dict(settings, overrides=["queue.max_staleness=2"])
+    assert settings == {"queue": {"max_staleness": 0}}
+
+
 def test_remax_needs_one_sample_per_prompt_and_asks_for_one_completion_more(load):
     config = load("", "objective.advantage=remax", "sampling.num_generations=1")
     assert (config.completions_per_group, config.completions_per_step) == (2, 16)
