@@ -36,10 +36,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.standins import Law, RayHost, StandInHost, StandInLearner, StandInPrompts, StandInVerifier
+from benchmarks.standins import TEXT, Law, RayHost, StandInHost, StandInLearner, StandInPrompts, StandInVerifier
 from nearpolicy.environments.single_turn import Bounded, SingleTurn
 from nearpolicy.generator.dispatch import Dispatch
 from nearpolicy.generator.fleet import Fleet
+from nearpolicy.launch.ray.parcels import Keeper, ParcelHost
 from nearpolicy.machine import collect_garbage_rarely
 from nearpolicy.objectives.assign import assign_advantages
 from nearpolicy.objectives.config import ObjectiveConfig
@@ -108,7 +109,7 @@ class Controlled:
                 self.fleet,
                 StandInVerifier(tell),
                 render=lambda prompt: PROMPT,
-                decode=lambda ids: "The answer is 4.",
+                decode=lambda ids: TEXT,
                 reward_of=lambda verdicts, task: verdicts["correct"].value,
                 sampling=Sampling(max_tokens=4 * tokens),
                 n=n,
@@ -222,7 +223,10 @@ def in_process(size: str, generators: int, steps: int) -> dict[str, Any]:
 
 def on_ray(size: str, hosts: int, each: int, steps: int) -> dict[str, Any]:
     async def play(folder: str) -> dict[str, Any]:
-        members = [RayHost(f"host {i}", each, law_of(size, hosts * each)) for i in range(hosts)]
+        import ray
+
+        keeper = Keeper(ray.remote(num_cpus=0)(ParcelHost).remote())
+        members = [RayHost(f"host {i}", each, law_of(size, hosts * each), keeper) for i in range(hosts)]
         try:
             run = Controlled(Path(folder), members, SIZES[size], steps)
             await run.run()

@@ -22,11 +22,13 @@ import numpy as np
 
 from nearpolicy.errors import EngineError
 from nearpolicy.generator.host import LOADS_EVERY_S
-from nearpolicy.generator.wire import pack_placed, pack_told, unpack_placed, unpack_told
+from nearpolicy.generator.wire import pack_told, unpack_told
+from nearpolicy.launch.ray.parcels import Keeper, RayParcel, Sent, awaited, sent
 from nearpolicy.records import Batch, Finish, Prompt, Rollout, Row, StepReport, Verdict, VersionRecord
 from nearpolicy.roles import Capabilities, Completion, Load, Placed, Told, Weights
 
 DIGESTS = {"weight": "stand-in"}
+TEXT = "The answer is 4."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,21 +269,21 @@ async def _wait(event: asyncio.Event, limit_s: float) -> None:
 class RayHost:
     """Implements `nearpolicy.roles.Member`: a `StandInHost` in an actor of its own; messages go packed."""
 
-    def __init__(self, name: str, num_replicas: int, law: Law) -> None:
+    def __init__(self, name: str, num_replicas: int, law: Law, keeper: Keeper) -> None:
         import ray
 
         self.name, self.num_replicas = name, num_replicas
-        self._actor = ray.remote(num_cpus=0, max_concurrency=16)(_HostActor).remote(name, num_replicas, law)
+        self._actor = ray.remote(num_cpus=0, max_concurrency=16)(_HostActor).remote(name, num_replicas, law, keeper)
         self._capabilities = ray.get(self._actor.capabilities.remote(), timeout=120)
 
     async def submit_many(self, placed: Sequence[Placed]) -> None:
-        await self._actor.submit_many.remote(pack_placed(placed))
+        await self._actor.submit_many.remote(sent(list(placed)))
 
     async def abort_many(self, tickets: Sequence[int]) -> None:
         await self._actor.abort_many.remote(list(tickets))
 
     async def collect(self, spacing_s: float) -> Told:
-        return unpack_told(await self._actor.collect.remote(spacing_s))
+        return unpack_told(*await self._actor.collect.remote(spacing_s))
 
     async def pause(self) -> None:
         await self._actor.pause.remote()
@@ -302,17 +304,19 @@ class RayHost:
 
 
 class _HostActor:
-    def __init__(self, name: str, num_replicas: int, law: Law) -> None:
+    def __init__(self, name: str, num_replicas: int, law: Law, keeper: Keeper) -> None:
         self._host = StandInHost(name, num_replicas, law)
+        self._keeper = keeper
 
-    async def submit_many(self, placed: bytes) -> None:
-        await self._host.submit_many(unpack_placed(placed))
+    async def submit_many(self, placed: Sent) -> None:
+        await self._host.submit_many(await awaited(placed))
 
     async def abort_many(self, tickets: list[int]) -> None:
         await self._host.abort_many(tickets)
 
-    async def collect(self, spacing_s: float) -> bytes:
-        return pack_told(await self._host.collect(spacing_s))
+    async def collect(self, spacing_s: float) -> tuple[bytes, RayParcel | None]:
+        head, tokens = pack_told(await self._host.collect(spacing_s), lambda ids: TEXT)
+        return head, await self._keeper.keep(tokens)
 
     async def pause(self) -> None:
         await self._host.pause()

@@ -3,18 +3,22 @@
     Prompt -> Admission -> Rollout (segments) -> Group (with verdicts) -> Batch (with advantages)
 
 Each type means "this much is known"; no later stage fills fields into an earlier one. Arrays are marked read-only when
-a record is made, so that a record can be shared between threads without a copy.
+a record is made, so that a record can be shared between threads without a copy. Those of tokens may lie elsewhere
+(`nearpolicy.distant.Distant`): what is needed to direct a run (lengths, versions, counts) never does.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+
+from nearpolicy.distant import Distant
 
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 
@@ -25,11 +29,15 @@ BASELINE = -1
 
 
 def read_only(values: Any, dtype: Any) -> np.ndarray:
-    """A contiguous array of ``dtype`` that nobody can write to; copies only what is not already so."""
-    if type(values) is np.ndarray and values.dtype == dtype:
+    """A contiguous array of ``dtype`` that nobody can write to; copies only what is not already so. What is not here
+    stays where it is, and so does one number that stands for all."""
+    kind = type(values)
+    if kind is np.ndarray and values.dtype == dtype:
         flags = values.flags
-        if flags.c_contiguous and not flags.writeable:
+        if not flags.writeable and (flags.c_contiguous or values.strides == (0,)):
             return values
+    elif kind is Distant and values.dtype == dtype:
+        return values
     array = np.ascontiguousarray(values, dtype=dtype)
     if array.flags.writeable:
         array = array.copy() if array is values else array
@@ -158,6 +166,12 @@ _SEGMENT_DTYPES = {
     "behavior_logprobs": np.dtype(np.float32),
     "versions": np.dtype(np.int32),
 }
+
+
+@functools.lru_cache(maxsize=4096)
+def all_chosen(length: int) -> np.ndarray:
+    """The mask of tokens that the policy chose, all of them."""
+    return read_only(np.ones(length, dtype=bool), np.bool_)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -308,10 +322,15 @@ class Row:
     """[T] float32, 0 where ``trained`` is False."""
     replayed: bool = False
     """Of a group that an earlier step has used up."""
+    num_trained: int = field(init=False)
+    num_useful: int = field(init=False)
+    """Trained tokens whose advantage is not 0."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "trained", read_only(self.trained, np.bool_))
         object.__setattr__(self, "advantages", read_only(self.advantages, np.float32))
+        object.__setattr__(self, "num_trained", int(np.count_nonzero(self.trained)))
+        object.__setattr__(self, "num_useful", int(np.count_nonzero(self.advantages[self.trained])))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -330,7 +349,7 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         """Trained tokens: the divisor of a token mean."""
-        return sum(int(row.trained.sum()) for row in self.rows)
+        return sum(row.num_trained for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,8 @@ control plane (asyncio) into a role are coroutines, so that a role may live in a
 
 from __future__ import annotations
 
-import functools
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -27,6 +26,7 @@ from nearpolicy.records import (
     StepReport,
     Verdict,
     VersionRecord,
+    all_chosen,
     read_only,
 )
 
@@ -118,24 +118,30 @@ class Completion:
     extras: Mapping[str, np.ndarray] = field(default_factory=dict)
     reason: str = ""
     """Set when the finish is FAILED."""
+    text: str | None = None
+    """The tokens up to their stop, decoded, where the tokens stay elsewhere."""
+
+    def fetched(self) -> Completion:
+        """With the tokens here; waits for them."""
+        arrays = {name: np.asarray(getattr(self, name)) for name in ("token_ids", "logprobs", "versions")}
+        return replace(self, **arrays, extras={name: np.asarray(values) for name, values in self.extras.items()})
+
+    def decoded(self, decode: Callable[[Sequence[int]], str]) -> str:
+        """Its text, by whoever has it."""
+        return decode(self.token_ids) if self.text is None else self.text
 
     def rollout(self, context_ids: np.ndarray, text: str, numerics: str) -> Rollout:
         """One turn after ``context_ids``, every token of it chosen by the policy. ``text``: the tokens, decoded."""
         segment = Segment(
             context_ids=context_ids,
             token_ids=self.token_ids,
-            mask=_all_chosen(len(self.token_ids)),
+            mask=all_chosen(len(self.token_ids)),
             behavior_logprobs=self.logprobs,
             versions=self.versions,
             finish=self.finish,
             extras=self.extras,
         )
         return Rollout(sample=self.sample, segments=(segment,), text=text, numerics=numerics)
-
-
-@functools.lru_cache(maxsize=1024)
-def _all_chosen(length: int) -> np.ndarray:
-    return read_only(np.ones(length, dtype=bool), np.bool_)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,17 +11,19 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "nearpolicy"
-BASE = frozenset({"errors", "records", "roles", "settings", "machine", "visible", "bounded", "waits"})
+BASE = frozenset({"errors", "records", "roles", "settings", "machine", "visible", "bounded", "waits", "distant", "messages"})
 
 ARROWS: dict[str, frozenset[str]] = {
     "errors": frozenset(),
-    "records": frozenset(),
+    "distant": frozenset(),
+    "records": frozenset({"distant"}),
     "machine": frozenset(),
     "settings": frozenset(),
     "visible": frozenset(),
     "waits": frozenset(),
     "bounded": frozenset({"errors", "machine"}),
     "roles": frozenset({"records"}),
+    "messages": frozenset({"distant", "records"}),
     "recipe_keys": frozenset({"errors"}),
     # What roles are made of.
     "objectives": BASE,

@@ -88,7 +88,7 @@ class SingleTurn:
         async def collect(request: Request) -> None:
             with waiting(f"group {admission.index}", "completions"):
                 async for completion in self._generator.submit(request):
-                    rollout = completion.rollout(context, self._decode(completion.token_ids), self._numerics)
+                    rollout = completion.rollout(context, completion.decoded(self._decode), self._numerics)
                     if request.purpose == "baseline":
                         rollout = replace(rollout, sample=BASELINE)
                     task = judging.create_task(self._judge(admission, rollout, earlier.get(rollout.sample)))

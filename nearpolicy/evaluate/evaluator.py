@@ -151,7 +151,7 @@ class Evaluator:
     async def _judge(
         self, task: HeldOut, prompt: Prompt, context: np.ndarray, completion: Completion
     ) -> tuple[Rollout, float | None]:
-        rollout = completion.rollout(context, self._decode(completion.token_ids), self._numerics)
+        rollout = completion.rollout(context, completion.decoded(self._decode), self._numerics)
         if completion.finish in (Finish.FAILED, Finish.ABORTED):
             value, reason = None, completion.reason or f"the completion ended as {completion.finish.value}"
         else:

@@ -1,69 +1,81 @@
-"""What members and a fleet say to each other, as bytes: one message for many groups, their tokens in one piece.
+"""What members and a fleet say to each other: one message for many groups, whose tokens stay out of it.
 
-Thousands of small arrays cost an object store more than their bytes. Here the tokens of a whole message lie end to end,
-and what is read back are views of it that nobody can write to, so that records take them without a copy.
+    member                                               fleet
+    completions -> head (bytes), parcel (bytes)          head + where the parcel is kept -> completions whose tokens
+                                                         and log-probabilities are distant
+
+Thousands of small arrays cost an object store more than their bytes, so that the tokens of a whole message lie end to
+end in one parcel. A completion's text comes with the head: verifiers read that. Requests take tokens that a sample has
+begun with back by reference.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from nearpolicy.distant import Loading, Parcel, placed
+from nearpolicy.messages import from_runs, runs
 from nearpolicy.records import Finish
-from nearpolicy.roles import Completion, Placed, Told
+from nearpolicy.roles import Completion, Told
 
 _FINISHES = tuple(Finish)
 _NO_EXTRAS: Mapping[str, Any] = {}
+_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
+
+Decode = Callable[[Sequence[int]], str]
 
 
-def pack_placed(placed: Sequence[Placed]) -> bytes:
-    return pickle.dumps(list(placed), protocol=5)
-
-
-def unpack_placed(data: bytes) -> list[Placed]:
-    return pickle.loads(data)
-
-
-def pack_told(told: Told) -> bytes:
+def pack_told(told: Told, decode: Decode) -> tuple[bytes, bytes]:
+    """A head and the parcel of its tokens, which is empty if there are none. ``decode``: token ids -> text."""
     completions = [completion for _, completion in told.completions]
+    loading = Loading()
+    places = (
+        loading.add([c.token_ids for c in completions]),
+        loading.add([c.logprobs for c in completions]),
+    )
     columns = (
         [ticket for ticket, _ in told.completions],
         [c.request for c in completions],
         [c.sample for c in completions],
         [len(c.token_ids) for c in completions],
+        [runs(c.versions) for c in completions],
         [_FINISHES.index(c.finish) for c in completions],
+        [decode(c.token_ids) for c in completions],
     )
-    rare = {place: (c.reason, dict(c.extras)) for place, c in enumerate(completions) if c.reason or c.extras}
-    arrays = (
-        b"".join([c.token_ids.tobytes() for c in completions]),
-        b"".join([c.logprobs.tobytes() for c in completions]),
-        b"".join([c.versions.tobytes() for c in completions]),
-    )
-    return pickle.dumps((columns, rare, arrays, dict(told.loads), list(told.events)), protocol=5)
+    rare = {
+        place: (c.reason, {name: _loaded(loading, values) for name, values in c.extras.items()})
+        for place, c in enumerate(completions)
+        if c.reason or c.extras
+    }
+    head = pickle.dumps((columns, rare, places, dict(told.loads), list(told.events)), protocol=5)
+    return head, loading.data()
 
 
-def unpack_told(data: bytes) -> Told:
-    columns, rare, arrays, loads, events = pickle.loads(data)
-    tokens, logprobs, versions = (
-        np.frombuffer(part, kind) for part, kind in zip(arrays, (np.int32, np.float32, np.int32), strict=True)
-    )
+def _loaded(loading: Loading, values: np.ndarray) -> tuple[int, tuple[int, ...], str]:
+    return loading.add([values]), values.shape, values.dtype.str
+
+
+def unpack_told(head: bytes, parcel: Parcel | None) -> Told:
+    """``parcel``: where the tokens are kept; None if there are none."""
+    columns, rare, (tokens, logprobs), loads, events = pickle.loads(head)
     completions, begin = [], 0
-    for place, (ticket, request, sample, length, finish) in enumerate(zip(*columns, strict=True)):
-        end = begin + length
+    for place, (ticket, request, sample, length, versions, finish, text) in enumerate(zip(*columns, strict=True)):
         reason, extras = rare.get(place, ("", _NO_EXTRAS))
         completion = Completion(
             request=request,
             sample=sample,
-            token_ids=tokens[begin:end],
-            logprobs=logprobs[begin:end],
-            versions=versions[begin:end],
+            token_ids=placed(parcel, tokens + 4 * begin, (length,), _INT32),
+            logprobs=placed(parcel, logprobs + 4 * begin, (length,), _FLOAT32),
+            versions=from_runs(versions),
             finish=_FINISHES[finish],
-            extras=extras,
+            extras={name: placed(parcel, at, shape, np.dtype(kind)) for name, (at, shape, kind) in extras.items()},
             reason=reason,
+            text=text,
         )
         completions.append((ticket, completion))
-        begin = end
+        begin += length
     return Told(completions=completions, loads=loads, events=events)

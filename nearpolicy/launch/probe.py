@@ -124,7 +124,7 @@ class Probe:
         rows = []
         async for completion in self.generator.submit(request):
             if completion.finish in (Finish.STOP, Finish.LENGTH) and len(completion.token_ids):
-                [segment] = completion.rollout(request.token_ids, "", "").segments
+                [segment] = completion.fetched().rollout(request.token_ids, "", "").segments
                 nothing = np.zeros(len(segment.token_ids), dtype=np.float32)
                 row = Row(
                     group=place, sample=completion.sample, segment=segment, trained=segment.mask, advantages=nothing

@@ -68,7 +68,7 @@ class TokenCounts:
                 self._counts[Fate.ABORTED] += sum(each.left.values())
 
     def replayed(self, step: int, rows: Iterable[Row]) -> None:
-        self._replayed[step] = sum(int(row.trained.sum()) for row in rows if row.replayed)
+        self._replayed[step] = sum(row.num_trained for row in rows if row.replayed)
 
     def undone(self, first: int) -> None:
         """Steps from this one on do not count; what became of their tokens is as it was."""

@@ -17,12 +17,10 @@ def token_fates(batch: Batch, report: StepReport) -> dict[tuple[int, int], dict[
         if row.replayed:
             continue
         counts = fates.setdefault((row.group, row.sample), {})
-        trained = int(np.count_nonzero(row.trained))
-        useful = int(np.count_nonzero(row.advantages[row.trained]))
         for fate, count in (
-            (Fate.TRAINED, useful),
-            (Fate.ZERO_ADVANTAGE, trained - useful),
-            (Fate.MASKED, row.segment.num_sampled - trained),
+            (Fate.TRAINED, row.num_useful),
+            (Fate.ZERO_ADVANTAGE, row.num_trained - row.num_useful),
+            (Fate.MASKED, row.segment.num_sampled - row.num_trained),
         ):
             if count:
                 counts[fate] = counts.get(fate, 0) + count
@@ -60,7 +58,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         ages = [batch.step - group.oldest_version for group in batch.replayed]
         metrics |= {
             "replay/groups": float(len(batch.replayed)),
-            "replay/tokens": float(sum(int(row.trained.sum()) for row in batch.rows if row.replayed)),
+            "replay/tokens": float(sum(row.num_trained for row in batch.rows if row.replayed)),
             "replay/age_mean": _mean(ages),
             "replay/age_max": float(max(ages)),
         }

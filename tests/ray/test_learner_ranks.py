@@ -11,6 +11,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from nearpolicy.errors import ConfigError, StandstillError
 from nearpolicy.launch.ray.calls import Answer
 from nearpolicy.launch.ray.learner import MOST_LOSSES, LearnerLost, LearnerRanks
+from nearpolicy.launch.ray.parcels import received
 
 BOUND_S = 60
 
@@ -36,7 +37,7 @@ class Rank:
         if self.is_dead or number in self.scene.deaths:
             self.is_dead = True
             raise RayActorError
-        value = arguments[0](self, *arguments[1:]) if verb == "call" else None
+        value = arguments[0](self, *received(arguments[1])) if verb == "call" else None
         self.version = 0 if verb == "begin_anew" else self.version
         return Answer(value=value, state={"version": self.version, "can_learn_ahead": False})
 

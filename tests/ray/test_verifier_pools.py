@@ -9,6 +9,7 @@ import pytest
 from ray.exceptions import RayActorError
 
 from nearpolicy.launch.ray.hosts import Judged
+from nearpolicy.launch.ray.parcels import received
 from nearpolicy.launch.ray.verifiers import Demand, VerifierPools
 
 BOUND_S = 60
@@ -38,7 +39,7 @@ class Actor:
         if verb == "isolation":
             return None
         if verb == "score_many":
-            self.cases += arguments[0]
+            self.cases += received(arguments[0])
             return None
         await (asyncio.Event().wait() if self.hangs else self.goes_on.wait())
         if self.is_dead:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nearpolicy.generator.wire import pack_placed, unpack_told
+from nearpolicy.generator.wire import unpack_told
+from nearpolicy.launch.ray.parcels import sent
 from nearpolicy.roles import Capabilities, Placed, Told, Weights
 
 
@@ -20,13 +21,13 @@ class GeneratorMember:
         self._capabilities = capabilities
 
     async def submit_many(self, placed: Sequence[Placed]) -> None:
-        await self.actor.do.remote("submit_many", pack_placed(placed))
+        await self.actor.do.remote("submit_many", sent(list(placed)))
 
     async def abort_many(self, tickets: Sequence[int]) -> None:
         await self.actor.do.remote("abort_many", tickets)
 
     async def collect(self, spacing_s: float) -> Told:
-        return unpack_told(await self.actor.do.remote("collect", spacing_s))
+        return unpack_told(*await self.actor.do.remote("collect", spacing_s))
 
     async def pause(self) -> None:
         await self.actor.do.remote("pause")

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from nearpolicy.config import RunConfig
 from nearpolicy.launch.ray.calls import Answer, Diary, Events, Place, answered, failure, here
-from nearpolicy.launch.ray.learner import without_segments
+from nearpolicy.launch.ray.parcels import Keeper, RayParcel, Sent, awaited, received
+from nearpolicy.launch.ray.used import Used, told_rows
 from nearpolicy.machine import prepare_environment
 from nearpolicy.roles import Shipment, Weights
 
@@ -131,14 +132,16 @@ class GeneratorHost(_Role):
         self._host: Host | None = None
         self._receivers: dict[str, Receiver] = {}
 
-    async def start(self, mode: str, numerics: Any) -> Answer:
-        """With what all roles of the run can keep."""
-        return self._and_said(answered(self._start, mode, numerics))
+    async def start(self, mode: str, numerics: Any, keeper: Keeper) -> Answer:
+        """With what all roles of the run can keep. ``keeper``: of the tokens."""
+        return self._and_said(answered(self._start, mode, numerics, keeper))
 
-    def _start(self, mode: str, numerics: Any) -> Any:
+    def _start(self, mode: str, numerics: Any, keeper: Keeper) -> Any:
         from nearpolicy.generator.host import Host
         from nearpolicy.launch import build
 
+        self._keeper = keeper
+        self._decode = partial(self._words.renderer.decode, stop=tuple(self._config.sampling.stop))
         model = build.with_numerics(self._model, mode, numerics)
         threads = max(1, int(self._config.runtime.cpus_per_generator))
 
@@ -149,18 +152,17 @@ class GeneratorHost(_Role):
         self._host = Host(self._name, [replica])
         return self._host.capabilities()
 
-    async def submit_many(self, placed: bytes) -> None:
-        from nearpolicy.generator.wire import unpack_placed
-
-        await self._host.submit_many(unpack_placed(placed))
+    async def submit_many(self, placed: Sent) -> None:
+        await self._host.submit_many(await awaited(placed))
 
     async def abort_many(self, tickets: Sequence[int]) -> None:
         await self._host.abort_many(tickets)
 
-    async def collect(self, spacing_s: float) -> bytes:
+    async def collect(self, spacing_s: float) -> tuple[bytes, RayParcel | None]:
         from nearpolicy.generator.wire import pack_told
 
-        return pack_told(await self._host.collect(spacing_s))
+        head, tokens = pack_told(await self._host.collect(spacing_s), self._decode)
+        return head, await self._keeper.keep(tokens)
 
     async def pause(self) -> None:
         await self._host.pause()
@@ -218,14 +220,15 @@ class LearnerHost(_Role):
             listening.bind(("", 0))
             return f"{ray.util.get_node_ip_address()}:{listening.getsockname()[1]}"
 
-    def start(self, numerics: Any, transport: str, address: str | None) -> Answer:
-        """``address``: where the ranks meet, if there are several."""
-        return self._and_said(answered(self._start, numerics, transport, address))
+    def start(self, numerics: Any, transport: str, address: str | None, keeper: Keeper) -> Answer:
+        """``address``: where the ranks meet, if there are several. ``keeper``: of advantages that steps have made."""
+        return self._and_said(answered(self._start, numerics, transport, address, keeper))
 
-    def _start(self, numerics: Any, transport: str, address: str | None) -> None:
+    def _start(self, numerics: Any, transport: str, address: str | None, keeper: Keeper) -> None:
         from nearpolicy.launch import build
         from nearpolicy.launch.ray.transports import peers_of, sender_of
 
+        self._keeper = keeper
         self._model = None  # what was probed is not needed again
         if address is not None:
             from nearpolicy.learner.parallel import join
@@ -244,26 +247,30 @@ class LearnerHost(_Role):
     def _made(self) -> None:
         self._learner = self._make()
 
-    def call(self, function: Callable[..., Any], *arguments: Any) -> Answer:
-        return self._answered(self._called, function, arguments)
+    def call(self, function: Callable[..., Any], arguments: Sent) -> Answer:
+        return self._answered(self._called, function, received(arguments))
 
     def _called(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         with self._learner.ranks.together(getattr(function, "__name__", "a call")):
             return function(self._learner, *arguments)
 
-    def learn_ahead(self, new: Sequence[Row]) -> Answer:
+    def learn_ahead(self, new: Sent) -> Answer:
         """``new``: rows behind those of the calls before."""
-        self._ahead = (*self._ahead, *new)
+        self._ahead = (*self._ahead, *received(new))
         return self._answered(self._learner.learn_ahead, self._ahead)
 
-    def step(self, batch: Batch) -> Answer:
-        """``batch``: without the rows that `learn_ahead` has had."""
+    def step(self, told: Sent) -> Answer:
+        """``told``: the batch, without the rows that `learn_ahead` has had."""
+        batch: Batch = received(told)
         rows, self._ahead = (*self._ahead, *batch.rows), ()
         return self._answered(self._step, replace(batch, rows=rows))
 
-    def _step(self, batch: Batch) -> StepReport:
+    def _step(self, batch: Batch) -> tuple[StepReport, list[Used], RayParcel | None]:
         report = self._learner.step(batch)
-        return replace(report, rows=without_segments(report.rows))
+        if self._rank:  # the first one speaks for all
+            return replace(report, rows=()), [], None
+        used, arrays = told_rows(report.rows, batch.rows)
+        return replace(report, rows=()), used, self._keeper.keep_now(arrays)
 
     def state(self) -> Answer:
         return self._answered(lambda: None)
@@ -347,8 +354,9 @@ class VerifierHost:
     async def isolation(self) -> Any:
         return self._service.isolation
 
-    async def score_many(self, cases: Sequence[tuple[int, Any, Any, int | None]]) -> None:
-        for case in cases:
+    async def score_many(self, cases: Sent) -> None:
+        """Tickets, prompts, rollouts, admissions."""
+        for case in await awaited(cases):
             task = asyncio.create_task(self._score(*case))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

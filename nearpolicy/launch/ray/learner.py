@@ -10,10 +10,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from nearpolicy.errors import ConfigError, NearpolicyError, StandstillError, described
 from nearpolicy.launch.ray.calls import Answer
+from nearpolicy.launch.ray.parcels import sent
+from nearpolicy.launch.ray.used import rows_told
 from nearpolicy.records import Batch, Row, StepReport
 from nearpolicy.roles import Weights
 from nearpolicy.waits import waiting
@@ -30,19 +33,6 @@ class Apart(Exception):
 
 class LearnerLost(NearpolicyError):
     """Ranks of the learner have died, and there is no way back in this process; `nearpolicy train --resume` has one."""
-
-
-def without_segments(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """For the way back to who has them."""
-    return tuple(replace(row, segment=None) for row in rows)
-
-
-def with_segments(rows: Sequence[Row], known: Sequence[Row]) -> tuple[Row, ...]:
-    """``rows`` with the segments, the same objects, of the ``known`` rows that they came from."""
-    left: dict[tuple[int, int, bool], list[Row]] = {}
-    for row in reversed(known):
-        left.setdefault((row.group, row.sample, row.replayed), []).append(row)
-    return tuple(replace(row, segment=left[row.group, row.sample, row.replayed].pop().segment) for row in rows)
 
 
 Join = Callable[[Sequence[Any]], Any]
@@ -95,13 +85,14 @@ class LearnerRanks:
         return self._state["can_learn_ahead"]
 
     async def learn_ahead(self, rows: Sequence[Row]) -> None:
-        await self._ask("learn_ahead", lambda: (self._not_shipped(rows),))
+        await self._ask("learn_ahead", lambda: (sent(self._not_shipped(rows)),))
         self._shipped = tuple(rows)
 
     async def step(self, batch: Batch) -> StepReport:
-        report = await self._ask("step", lambda: (replace(batch, rows=self._not_shipped(batch.rows)),))
+        new = partial(replace, batch)
+        report, used, parcel = await self._ask("step", lambda: (sent(new(rows=self._not_shipped(batch.rows))),))
         self._shipped = ()
-        return replace(report, rows=with_segments(report.rows, batch.rows))
+        return replace(report, rows=rows_told(used, parcel, batch.rows))
 
     def _not_shipped(self, rows: Sequence[Row]) -> tuple[Row, ...]:
         done = len(self._shipped)
@@ -122,7 +113,7 @@ class LearnerRanks:
         return ()
 
     async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return await self._ask("call", lambda: (function, *arguments))
+        return await self._ask("call", lambda: (function, sent(arguments)))
 
     async def deliver(self, weights: Weights, members: Sequence[str], awaited: Sequence[str]) -> Sequence[str]:
         return await self._ask("deliver", lambda: (weights.shipment, tuple(members), tuple(awaited)))

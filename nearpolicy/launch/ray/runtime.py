@@ -27,12 +27,14 @@ from nearpolicy.launch.ray.generators import GeneratorMember
 from nearpolicy.launch.ray.hosts import GeneratorHost, LearnerHost, Loaded, VerifierHost
 from nearpolicy.launch.ray.learner import LearnerRanks
 from nearpolicy.launch.ray.memory import require_memory
+from nearpolicy.launch.ray.parcels import Keeper, ParcelHost
 from nearpolicy.launch.ray.transports import chosen, require_reached
 from nearpolicy.launch.ray.verifiers import Demand, VerifierPools
 from nearpolicy.launch.runtime import Functions, RunVerifier, Say
 from nearpolicy.launch.sizes import model_shape
 from nearpolicy.machine import collect_garbage_rarely
 from nearpolicy.placement import Rooms
+from nearpolicy.verifier.config import FunctionReward
 from nearpolicy.verifier.service import OnEvent, VerifierService
 from nearpolicy.waits import waiting
 
@@ -101,6 +103,7 @@ class RayRuntime:
             tell,
             self._say,
             silence_s=runtime.silence_s,
+            reads_tokens=lambda task: any(isinstance(reward, FunctionReward) for reward in rewards[task]),
         )
         return self._pools
 
@@ -189,11 +192,14 @@ class RayRuntime:
     # Generator, learner, publication.
 
     async def start(self, tell: OnEvent) -> None:
+        import ray
+
         from nearpolicy.generator.fleet import Fleet
         from nearpolicy.sync.publisher import Publisher
 
         config = self._config
         self._tell = tell
+        self._keeper = Keeper(ray.remote(ParcelHost).options(num_cpus=0).remote())
         self.learner = self._learner = LearnerRanks(self._fresh_ranks, partial(tell, "learner"), self._say)
         self._fleet = self.generator = Fleet(
             patience_s=config.runtime.start_timeout_s, silence_s=config.runtime.silence_s, on_event=self._of_fleet
@@ -222,7 +228,7 @@ class RayRuntime:
 
     async def _member(self, place: int, actor: Any) -> GeneratorMember:
         name = _name(place)
-        found = await self._started(f"{name} to start", actor.do.remote("start", self._mode, self._rule))
+        found = await self._started(f"{name} to start", actor.do.remote("start", self._mode, self._rule, self._keeper))
         return GeneratorMember(name, actor, found)
 
     def _of_fleet(self, kind: str, **fields: Any) -> None:
@@ -299,7 +305,7 @@ class RayRuntime:
         address = None
         if self._num_ranks > 1:
             address = await self._started("ranks of the learner to meet", self._ranks[0].do.remote("meeting_place"))
-        starts = [actor.do.remote("start", self._rule, self._transport, address) for actor in self._ranks]
+        starts = [actor.do.remote("start", self._rule, self._transport, address, self._keeper) for actor in self._ranks]
         names = map(_rank_name, range(self._num_ranks))
         await asyncio.gather(*(self._started(f"{n} to start", s) for n, s in zip(names, starts, strict=True)))
         return self._ranks

@@ -14,10 +14,11 @@ import itertools
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nearpolicy.errors import VerifierError, described
+from nearpolicy.launch.ray.parcels import Sent, sent
 from nearpolicy.records import Prompt, Rollout, Verdict
 from nearpolicy.verifier.sandbox.ladder import Opened
 from nearpolicy.waits import waiting
@@ -102,9 +103,12 @@ class VerifierPools:
         tell: Callable[..., None],
         say: Callable[[str], None],
         silence_s: float,
+        reads_tokens: Callable[[str], bool] = lambda task: True,
     ) -> None:
         """``spawn``: a started actor for a place, whose caller ends it. ``sources``: of a task, what verdicts are asked
-        for. ``silence_s``: an actor that answers nothing for so long is lost."""
+        for. ``silence_s``: an actor that answers nothing for so long is lost. ``reads_tokens``: whether the task is
+        judged by anything but the text."""
+        self._reads_tokens = reads_tokens
         self._spawn = spawn
         self._demand = demand
         self._sources = sources
@@ -202,10 +206,13 @@ class VerifierPools:
             tickets, pool.outbox = pool.outbox, []
             cases = [(ticket, pool.cases[ticket]) for ticket in tickets if ticket in pool.cases]
             if cases:
-                sent = [(ticket, case.prompt, case.rollout, case.admission) for ticket, case in cases]
-                self._keep(self._hand_over(pool, sent), "rollouts to a verifier")
+                told = [(ticket, case.prompt, self._to_judge(case), case.admission) for ticket, case in cases]
+                self._keep(self._hand_over(pool, sent(told)), "rollouts to a verifier")
 
-    async def _hand_over(self, pool: _Pool, cases: Sequence[tuple[Any, ...]]) -> None:
+    def _to_judge(self, case: _Case) -> Rollout:
+        return case.rollout if self._reads_tokens(case.prompt.task) else replace(case.rollout, segments=())
+
+    async def _hand_over(self, pool: _Pool, cases: Sent) -> None:
         from ray.exceptions import RayError, RayTaskError
 
         try:

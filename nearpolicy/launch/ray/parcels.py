@@ -1,0 +1,100 @@
+"""Parcels in Ray's object store: tokens go from the process that made them to those that compute with them, past the
+one that directs the run.
+
+Who has made a parcel hands it to its keeper before it tells anybody of it, so that whatever the controller hears of
+outlives the generator that said it. The keeper's node holds the bytes; they go when no record refers to them any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nearpolicy.messages import Message, pack, unpack
+
+
+@dataclass(frozen=True, slots=True)
+class RayParcel:
+    """Implements `nearpolicy.distant.Parcel`."""
+
+    reference: Any
+
+    def read(self) -> np.ndarray:
+        import ray
+
+        return ray.get(self.reference)
+
+
+class Keeper:
+    """Where the actors of a run leave parcels. Travels to them."""
+
+    def __init__(self, actor: Any) -> None:
+        """``actor``: has a method ``keep`` that puts bytes into the object store as its own."""
+        self._actor = actor
+
+    async def keep(self, data: bytes) -> RayParcel | None:
+        """None if there is nothing to keep."""
+        if not data:
+            return None
+        [reference] = await self._actor.keep.remote(data)
+        return RayParcel(reference)
+
+    def keep_now(self, data: bytes) -> RayParcel | None:
+        """`keep`, for a thread that may wait."""
+        import ray
+
+        if not data:
+            return None
+        [reference] = ray.get(self._actor.keep.remote(data))
+        return RayParcel(reference)
+
+
+class ParcelHost:
+    """What an actor that keeps parcels holds."""
+
+    def keep(self, data: bytes) -> list[Any]:
+        """A reference, in a list so that it is not followed on its way."""
+        import ray
+
+        return [ray.put(np.frombuffer(data, np.uint8))]
+
+
+Sent = tuple[bytes, list[Any]]
+"""A message as Ray passes it on: its head, and references of its parcels."""
+
+
+def sent(value: Any) -> Sent:
+    message: Message = pack(value)
+    return message.head, [parcel.reference for parcel in message.parcels]
+
+
+def received(told: Sent) -> Any:
+    """With arrays that are here; waits for them."""
+    import ray
+
+    head, references = told
+    return unpack(head, ray.get(references) if references else ())
+
+
+async def awaited(told: Sent) -> Any:
+    """As `received`, in an event loop."""
+    head, references = told
+    return unpack(head, await asyncio.gather(*map(_fetched, references)) if references else ())
+
+
+def by_reference(told: Sent) -> Any:
+    """With arrays that stay where they are."""
+    head, references = told
+    return unpack(head, [RayParcel(reference) for reference in references])
+
+
+async def _fetched(reference: Any) -> np.ndarray:
+    return await reference
+
+
+def parcels_of(references: Sequence[Any]) -> list[RayParcel]:
+    return [RayParcel(reference) for reference in references]
