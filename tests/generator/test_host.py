@@ -149,7 +149,9 @@ def test_decode_steps_told_together_add_up_to_those_told_one_by_one(tmp_path):
                 recorder.event("generator", kind, **told)
             recorder.flush()
             store.flush()
-            rows = store._db.execute("SELECT kind, version, numbers FROM events ORDER BY rowid").fetchall()
+            rows = store._writer.database.connection.execute(
+                "SELECT kind, version, numbers FROM events ORDER BY rowid"
+            ).fetchall()
             found.append((rows, recorder.busy_times()["time/generate_s"]))
     (together, busy), (singly, busy_singly) = found
     assert together == singly and len(together) == 2

@@ -38,7 +38,7 @@ from nearpolicy.records import (
     Verdict,
     VersionRecord,
 )
-from nearpolicy.store import writer
+from nearpolicy.store import database
 from nearpolicy.store.export import export_run, import_run
 from nearpolicy.store.folder import RunFolder, create_run_folder
 from nearpolicy.store.payload import encode_arrays, encode_group, encode_json
@@ -160,8 +160,8 @@ def older_schema(schema: int) -> str:
 @pytest.mark.parametrize("schema", [1, 2, 3])
 def test_an_older_store_is_read_and_brought_up_to_date_when_it_is_written_again(folder, monkeypatch, schema):
     with monkeypatch.context() as then:
-        then.setattr(writer, "SCHEMA", older_schema(schema))
-        then.setattr(writer, "SCHEMA_VERSION", schema)
+        then.setattr(database, "SCHEMA", older_schema(schema))
+        then.setattr(database, "SCHEMA_VERSION", schema)
         SqliteStore.create(folder, config={}).close()
     tables = str(sqlite3.connect(folder.store).execute("SELECT sql FROM sqlite_master").fetchall())
     assert ("prompt_index" in tables, "payloads" in tables) == (schema == 3, False)
@@ -386,14 +386,14 @@ def test_a_full_queue_pushes_back_and_loses_nothing(folder):
         blocker = sqlite3.connect(folder.store, isolation_level=None)
         blocker.execute("BEGIN IMMEDIATE")  # the writer cannot commit
         store.event(Event(time=0, role="queue", kind="admit"))
-        _until(lambda: len(store._calls) == 0)
+        _until(lambda: len(store._writer.commits._calls) == 0)
         time.sleep(0.05)  # the writer stops gathering and waits for the database
 
         done = threading.Event()
         producer = threading.Thread(target=lambda: (_tell(store, 10), done.set()))
         producer.start()
-        _until(lambda: len(store._calls) == 4)
-        assert not done.wait(0.3) and len(store._calls) == 4
+        _until(lambda: len(store._writer.commits._calls) == 4)
+        assert not done.wait(0.3) and len(store._writer.commits._calls) == 4
 
         blocker.execute("ROLLBACK")
         assert done.wait(10)

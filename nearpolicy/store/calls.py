@@ -1,0 +1,106 @@
+"""What a run says to its record, as data: it can wait in a queue, and travel to another process.
+
+An admission, a group and an event stand for themselves, since there are many of each. Everything else is a `Call`: a
+verb and what it is about. Groups that the store holds already are not said a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from nearpolicy.errors import NearpolicyError
+from nearpolicy.records import Admission, Batch, Event, Group, Row, StepReport
+from nearpolicy.store.payload import encode_arrays, encode_rows
+
+Key = tuple[int, int]
+"""Admission, attempt."""
+
+
+class Call(NamedTuple):
+    """``verb``: a method of `nearpolicy.store.statements.Statements`, which gets ``arguments``."""
+
+    verb: str
+    arguments: tuple[Any, ...]
+
+
+Said = Admission | Group | Event | Call
+
+
+class Left(NamedTuple):
+    """A group that ends without a step."""
+
+    admission: Admission
+    sampled: Mapping[int, int]
+    """Sample -> tokens."""
+    unsaid: Group | None
+    """The group itself, unless the store holds it."""
+
+    @property
+    def key(self) -> Key:
+        return key_of(self.admission)
+
+
+def left(group: Group, *, is_held: bool) -> Left:
+    sampled = {rollout.sample: rollout.num_sampled for rollout in group.everything}
+    return Left(group.admission, sampled, None if is_held else group)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What a step has used, without the tokens."""
+
+    step: int
+    places: int
+    version: int
+    updates: int
+    groups: Sequence[Key]
+    """In the order of their places."""
+    trained: Sequence[tuple[Key, bytes]]
+    """Rows of a group, as `encode_rows` lays them out."""
+    replayed: Sequence[tuple[Key, int, int, int, bytes]]
+    """Of each row that was trained once more: group, sample, segment, tokens, arrays."""
+
+
+def step_of(batch: Batch, report: StepReport) -> Step:
+    rows = report.rows or batch.rows
+    return Step(
+        step=batch.step,
+        places=batch.places,
+        version=report.version,
+        updates=report.updates,
+        groups=[key_of(group.admission) for group in batch.groups],
+        trained=_trained(batch.groups, [row for row in rows if not row.replayed]),
+        replayed=_replayed(batch.replayed, [row for row in rows if row.replayed]),
+    )
+
+
+def _trained(groups: Sequence[Group], rows: Sequence[Row]) -> list[tuple[Key, bytes]]:
+    by_index = {group.index: group for group in groups}
+    by_group: dict[int, list[tuple[int, Row]]] = {}
+    for row in rows:
+        by_group.setdefault(row.group, []).append((_segment_index(by_index[row.group], row), row))
+    return [(key_of(by_index[index].admission), encode_rows(placed)) for index, placed in by_group.items()]
+
+
+def _replayed(groups: Sequence[Group], rows: Sequence[Row]) -> list[tuple[Key, int, int, int, bytes]]:
+    by_index, found = {group.index: group for group in groups}, []
+    for row in rows:
+        group = by_index[row.group]
+        arrays = encode_arrays({"trained": row.trained, "advantages": row.advantages})
+        place = _segment_index(group, row)
+        found.append((key_of(group.admission), int(row.sample), place, int(row.trained.sum()), arrays))
+    return found
+
+
+def _segment_index(group: Group, row: Row) -> int:
+    rollout = next(r for r in group.rollouts if r.sample == row.sample)
+    for place, segment in enumerate(rollout.segments):
+        if segment is row.segment:
+            return place
+    raise NearpolicyError(f"a row of group {row.group}, sample {row.sample} trains a segment that is not the group's")
+
+
+def key_of(admission: Admission) -> Key:
+    return int(admission.index), int(admission.attempt)
