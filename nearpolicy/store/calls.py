@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from nearpolicy.errors import NearpolicyError
-from nearpolicy.records import Admission, Batch, Event, Group, Row, StepReport
-from nearpolicy.store.payload import encode_arrays, encode_rows
+from nearpolicy.records import Admission, Batch, Event, Group, Prompt, Row, StepReport
+from nearpolicy.store.payload import encode_arrays, encode_json, encode_rows
 
 Key = tuple[int, int]
 """Admission, attempt."""
@@ -26,6 +26,20 @@ class Call(NamedTuple):
 
 
 Said = Admission | Group | Event | Call
+
+
+class PackedPrompt(NamedTuple):
+    """A prompt on its way to another process, without what does not leave its own."""
+
+    task: str
+    data: bytes
+
+
+def prompt_data(prompt: Prompt | PackedPrompt) -> bytes:
+    """All of it that is stored, but for its task."""
+    if isinstance(prompt, PackedPrompt):
+        return prompt.data
+    return encode_json({"id": prompt.id, "text": prompt.text, "messages": prompt.messages, "columns": prompt.columns})
 
 
 class Left(NamedTuple):

@@ -31,7 +31,7 @@ from nearpolicy.records import (
     Verdict,
     VersionRecord,
 )
-from nearpolicy.store.calls import Key, Left, Said, Step, key_of, step_of
+from nearpolicy.store.calls import Key, Left, Said, Step, key_of, prompt_data, step_of
 from nearpolicy.store.payload import encode_arrays, encode_group, encode_json, encode_text
 from nearpolicy.store.recycled import Resolved
 from nearpolicy.store.retention import Moved
@@ -92,9 +92,8 @@ class Statements:
         rows = []
         for admission in admissions:
             prompt = admission.prompt
-            described = {"id": prompt.id, "text": prompt.text, "messages": prompt.messages, "columns": prompt.columns}
             numbers = (admission.index, admission.attempt, admission.seed, admission.version)
-            rows.append((*numbers, encode_text(prompt.task), encode_json(described), admission.prompt_index))
+            rows.append((*numbers, encode_text(prompt.task), prompt_data(prompt), admission.prompt_index))
         later = "ON CONFLICT (admission) DO UPDATE SET attempt = max(attempt, excluded.attempt)"
         self._insert("admissions", rows, later)
 

@@ -220,9 +220,8 @@ def _store_full(d: Disturbance, session: Any) -> None:
         calls[0] += 1
         if calls[0] == d.count:
             pages = self.connection.execute("PRAGMA page_count").fetchone()[0]
-            self.connection.execute(
-                f"PRAGMA max_page_count = {pages}"
-            )  # the database itself says that the disk is full
+            # The database itself says that the disk is full.
+            self.connection.execute(f"PRAGMA max_page_count = {pages}")
         return original(self, calls_, patient=patient)
 
     assert commit is original
