@@ -77,12 +77,12 @@ class Database:
         return cls(folder, connection, lock, TokenCounts({}, {}, {}))
 
     @classmethod
-    def open(cls, folder: RunFolder, *, sync: str) -> Self:
-        """That of a run that goes on."""
+    def open(cls, folder: RunFolder, *, sync: str, lock_within_s: float = 0.0) -> Self:
+        """That of a run that goes on. ``lock_within_s``: how long a process that had it may take to end."""
         from nearpolicy.store.reader import check_store
 
         check_store(folder).close()
-        lock = _take_lock(folder)
+        lock = _take_lock(folder, lock_within_s)
         try:
             connection = connect(folder.store, sync)
             _bring_up_to_date(connection)
@@ -201,15 +201,20 @@ def _bring_up_to_date(connection: sqlite3.Connection) -> None:
         connection.executescript(f"BEGIN IMMEDIATE; {steps} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
 
 
-def _take_lock(folder: RunFolder) -> Any:
+def _take_lock(folder: RunFolder, within_s: float = 0.0) -> Any:
     """An advisory lock that the kernel drops with the process, however it ends."""
+    until = time.monotonic() + within_s
     try:
         lock = folder.lock.open("ab")
     except OSError as error:
         raise RunFolderError(f"{folder.path} cannot be written: {error}. Choose another run.dir") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.close()
-        raise RunFolderError(f"{folder.path} is being written by another run; wait for it, or stop it") from error
-    return lock
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except BlockingIOError as error:
+            if time.monotonic() >= until:
+                lock.close()
+                text = f"{folder.path} is being written by another run; wait for it, or stop it"
+                raise RunFolderError(text) from error
+        time.sleep(0.02)

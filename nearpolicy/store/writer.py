@@ -61,9 +61,10 @@ class StoreWriter:
         retention: Retention | None = None,
         max_pending: int = MAX_PENDING,
         stall_s: float = STALL_S,
+        lock_within_s: float = 0.0,
     ) -> Self:
-        """Of the store of a run that goes on."""
-        database = Database.open(folder, sync=sync)
+        """Of the store of a run that goes on. ``lock_within_s``: how long a process that had it may take to end."""
+        database = Database.open(folder, sync=sync, lock_within_s=lock_within_s)
         return cls(folder, database, retention, max_pending=max_pending, stall_s=stall_s)
 
     def flush(self, *, durable: bool = False) -> None:

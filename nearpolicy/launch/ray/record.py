@@ -28,6 +28,8 @@ from nearpolicy.waits import waiting
 
 PAGES = "pages"
 """A thread of the actor for what is no call of the record."""
+LOCK_WITHIN_S = 10.0
+"""An actor that was killed, or whose controller was, may take a moment to end, and has the folder until then."""
 GRACE_S = 10.0
 """How much longer than a commit may take an answer is waited for: the actor itself knows better what hangs."""
 
@@ -120,7 +122,7 @@ class ActorWriter:
         self._end = end
         self._limit_s = stall_s + GRACE_S
         self.due: float | None = None
-        self.commits = Commits(folder, self, max_pending=max_pending, stall_s=stall_s)
+        self.commits = Commits(folder, self, max_pending=max_pending, stall_s=self._limit_s)
         self.say = self.commits.say
 
     # The sink of `commits`.
@@ -204,9 +206,9 @@ class ActorRecord(RunRecord):
         return cls.begun("create", actor, folder, config=config, **options)
 
     @classmethod
-    def open(cls, actor: Any, folder: RunFolder, **options: Any) -> Self:
+    def open(cls, actor: Any, folder: RunFolder, *, lock_within_s: float = LOCK_WITHIN_S, **options: Any) -> Self:
         """That of a run that goes on; ``options`` as of `begun`, and of `StoreWriter.open`."""
-        return cls.begun("open", actor, folder, **options)
+        return cls.begun("open", actor, folder, lock_within_s=lock_within_s, **options)
 
     @classmethod
     def begun(
