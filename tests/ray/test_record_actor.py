@@ -71,6 +71,16 @@ def inside(actor: Any, function: Any) -> Any:
     return ray.get(actor.__ray_call__.remote(function))
 
 
+def kill(actor: Any) -> None:
+    """Until it is known here."""
+    import ray
+
+    ray.kill(actor, no_restart=True)
+    with pytest.raises(ray.exceptions.RayError):
+        while True:
+            ray.get(actor.__ray_ready__.remote())
+
+
 def test_the_actor_never_loads_torch(records, folder):
     with records.create(folder, config=CONFIG) as store:
         store.filled(group(0))
@@ -117,12 +127,10 @@ def test_what_many_threads_say_is_there_once_and_in_the_order_of_each(records, f
 
 
 def test_a_death_is_told_by_the_next_calls_and_by_a_flush_and_what_was_committed_is_there(records, folder):
-    import ray
-
     store = records.create(folder, config=CONFIG)
     store.filled(group(0))
     store.flush()
-    ray.kill(records.actors[folder], no_restart=True)
+    kill(records.actors[folder])
     with pytest.raises(RecordLost, match=r"has died .*train --resume .*run"):
         store.flush()
     with pytest.raises(RecordLost):
@@ -135,10 +143,8 @@ def test_a_death_is_told_by_the_next_calls_and_by_a_flush_and_what_was_committed
 
 
 def test_a_death_nobody_flushes_for_is_told_all_the_same(records, folder):
-    import ray
-
     store = records.create(folder, config=CONFIG)
-    ray.kill(records.actors[folder], no_restart=True)
+    kill(records.actors[folder])
     with pytest.raises(RecordLost):
         while True:
             tell(store, 1)
