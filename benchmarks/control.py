@@ -40,7 +40,8 @@ from benchmarks.standins import TEXT, Law, RayHost, StandInHost, StandInLearner,
 from nearpolicy.environments.single_turn import Bounded, SingleTurn
 from nearpolicy.generator.dispatch import Dispatch
 from nearpolicy.generator.fleet import Fleet
-from nearpolicy.launch.ray.parcels import Keeper, ParcelHost
+from nearpolicy.launch.ray.parcels import Keeper
+from nearpolicy.launch.ray.record import ActorRecord, start_record_actor
 from nearpolicy.machine import collect_garbage_rarely
 from nearpolicy.objectives.assign import assign_advantages
 from nearpolicy.objectives.config import ObjectiveConfig
@@ -49,8 +50,9 @@ from nearpolicy.records import Fate, StepReport, VersionRecord
 from nearpolicy.roles import Load, Member, Request, Sampling
 from nearpolicy.rollout_queue.ledger import Ledger
 from nearpolicy.rollout_queue.queue import StalenessBoundedQueue
-from nearpolicy.store.folder import create_run_folder
+from nearpolicy.store.folder import RunFolder, create_run_folder
 from nearpolicy.store.reader import RunReader
+from nearpolicy.store.record import RunRecord
 from nearpolicy.store.writer import SqliteStore
 from nearpolicy.sync.publisher import Publisher
 from nearpolicy.telemetry.events import Recorder
@@ -89,6 +91,7 @@ class Controlled:
         steps: int,
         *,
         per_step: int = PER_STEP,
+        open_store: Callable[[RunFolder], RunRecord] | None = None,
         after_step: Callable[[Controlled, int], Awaitable[None]] | None = None,
     ) -> None:
         """``size``: rollouts of a group, and tokens of each on average. ``after_step`` is told how many there were."""
@@ -97,7 +100,8 @@ class Controlled:
         self._and_then = after_step
         self._marks: list[dict[str, float]] = []
         self._late: list[float] = []
-        self._store = SqliteStore.create(create_run_folder("", directory=folder), config={})
+        made = create_run_folder("", directory=folder)
+        self._store = SqliteStore.create(made, config={}) if open_store is None else open_store(made)
         self._telemetry = Recorder(
             self._store, wall_anchor=self._store.wall_anchor, metrics=MetricsWriter(self._store.folder.metrics)
         )
@@ -221,14 +225,18 @@ def in_process(size: str, generators: int, steps: int) -> dict[str, Any]:
         return asyncio.run(play(folder))
 
 
+def in_actor(folder: RunFolder, actor: Any) -> RunRecord:
+    import ray
+
+    return ActorRecord.create(actor, folder, config={}, end=partial(ray.kill, actor), limit_s=60.0)
+
+
 def on_ray(size: str, hosts: int, each: int, steps: int) -> dict[str, Any]:
     async def play(folder: str) -> dict[str, Any]:
-        import ray
-
-        keeper = Keeper(ray.remote(num_cpus=0)(ParcelHost).remote())
-        members = [RayHost(f"host {i}", each, law_of(size, hosts * each), keeper) for i in range(hosts)]
+        record = start_record_actor()
+        members = [RayHost(f"host {i}", each, law_of(size, hosts * each), Keeper(record)) for i in range(hosts)]
         try:
-            run = Controlled(Path(folder), members, SIZES[size], steps)
+            run = Controlled(Path(folder), members, SIZES[size], steps, open_store=partial(in_actor, actor=record))
             await run.run()
             return run.took()
         finally:

@@ -31,11 +31,12 @@ import numpy as np
 from benchmarks.pairs import ratios
 from benchmarks.store_retention import sizes
 from nearpolicy.records import Admission, Finish, Group, Outcome, Prompt, Rollout, Segment, Verdict
+from nearpolicy.store.database import DURABLE_WITHIN_S
 from nearpolicy.store.folder import create_run_folder
 from nearpolicy.store.position import position_of
 from nearpolicy.store.reader import RunReader
 from nearpolicy.store.schema import SCHEMA
-from nearpolicy.store.writer import DURABLE_WITHIN_S, SqliteStore
+from nearpolicy.store.writer import SqliteStore
 
 SAMPLES, TOKENS, BATCH = 8, 100, 64
 TABLES = ("admissions", "groups", "rollouts", "verdicts", "payloads")

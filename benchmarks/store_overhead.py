@@ -18,6 +18,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from nearpolicy.store.commits import Commits
 from nearpolicy.store.writer import SqliteStore
 
 CALLS = (
@@ -40,12 +41,14 @@ class Times:
 TIMES = Times()
 
 
-class TimedStore(SqliteStore):
-    """Keeps time of all that it is told."""
-
+class TimedCommits(Commits):
     def _write(self) -> None:
         super()._write()
         TIMES.writer_cpu += time.thread_time()  # of the writer's thread, which is this one
+
+
+class TimedStore(SqliteStore):
+    """Keeps time of all that it is told."""
 
 
 def _timed(name: str) -> Callable[..., Any]:
@@ -71,9 +74,10 @@ for _name in CALLS:
 
 def overhead(recipe: Path, overrides: Sequence[str]) -> dict[str, Any]:
     from nearpolicy.config import load_recipe
-    from nearpolicy.launch import session
+    from nearpolicy.launch import runtime, session
+    from nearpolicy.store import writer
 
-    session.SqliteStore = TimedStore
+    runtime.SqliteStore, writer.Commits = TimedStore, TimedCommits
     with tempfile.TemporaryDirectory() as folder:
         config = load_recipe(recipe, [*overrides, f"run.dir={folder}/run"])
         summary = session.run_session(session.Session(config=config))

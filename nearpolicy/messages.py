@@ -39,19 +39,25 @@ class Message:
     """In the order in which the head counts them."""
 
 
-def pack(value: Any) -> Message:
-    """Records, and what else can be pickled; functions and classes of a script too, which takes longer."""
+Reduce = Callable[[Any], tuple[Any, ...]]
+"""An object -> what makes it again, as `object.__reduce__` says it."""
+
+
+def pack(value: Any, also: Mapping[type, Reduce] | None = None) -> Message:
+    """Records, and what else can be pickled; functions and classes of a script too, which takes longer. ``also``: how
+    further types travel."""
+    reduced = {**_REDUCED, **(also or {})}
     try:
-        return _packed(value, pickle.Pickler, copyreg.dispatch_table)
+        return _packed(value, pickle.Pickler, {**copyreg.dispatch_table, **reduced})
     except (TypeError, AttributeError, pickle.PicklingError):  # something is not to be found by its name
         import cloudpickle
 
-        return _packed(value, cloudpickle.Pickler, cloudpickle.Pickler.dispatch_table)
+        return _packed(value, cloudpickle.Pickler, {**cloudpickle.Pickler.dispatch_table, **reduced})
 
 
 def _packed(value: Any, kind: type[pickle.Pickler], known: Mapping[type, Any]) -> Message:
     file, parcels = io.BytesIO(), _Parcels()
-    table = {**known, **_REDUCED, Distant: parcels.reduced}
+    table = {**known, Distant: parcels.reduced}
     own = type("Packer", (kind,), {"dispatch_table": table})  # picklers look for it when they are made
     own(file, protocol=5).dump(value)
     return Message(file.getvalue(), tuple(parcels.found))
@@ -96,6 +102,16 @@ class _Unpacker(pickle.Unpickler):
 
 def _brought(*place: Any) -> Any:
     raise pickle.UnpicklingError("a message with parcels is read by `nearpolicy.messages.unpack`")
+
+
+def _array(array: np.ndarray) -> tuple[Any, ...]:
+    if array.ndim != 1 or array.dtype.kind not in "biuf":
+        return array.__reduce_ex__(5)
+    return _made_array, (array.tobytes(), array.dtype.str)
+
+
+def _made_array(data: bytes, dtype: str) -> np.ndarray:
+    return np.frombuffer(data, dtype)
 
 
 def _segment(segment: Segment) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -156,7 +172,8 @@ def counted_row(
     return row
 
 
-_REDUCED: Mapping[type, Callable[[Any], tuple[Any, ...]]] = {
+_REDUCED: Mapping[type, Reduce] = {
+    np.ndarray: _array,
     Segment: _segment,
     Row: _row,
     MappingProxyType: lambda mapping: (_unchangeable, (dict(mapping),)),  # the type has no name that pickle finds

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "nearpolicy"
-BASE = frozenset({"errors", "records", "roles", "settings", "machine", "visible", "bounded", "waits", "distant", "messages"})
+BASE = frozenset(
+    {"errors", "records", "roles", "settings", "machine", "visible", "bounded", "waits", "distant", "messages"}
+)
 
 ARROWS: dict[str, frozenset[str]] = {
     "errors": frozenset(),

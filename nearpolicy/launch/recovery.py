@@ -23,7 +23,7 @@ from nearpolicy.records import REMADE, ROLLBACK, Group, Position, VersionRecord
 from nearpolicy.store.folder import RunFolder
 from nearpolicy.store.lineages import Lineages
 from nearpolicy.store.reader import RunReader
-from nearpolicy.store.writer import SqliteStore
+from nearpolicy.store.record import RunRecord
 from nearpolicy.telemetry.batch import batch_metrics
 from nearpolicy.telemetry.events import Recorder
 
@@ -42,7 +42,7 @@ class Recovery:
     folder: RunFolder
     learner: LearnerPlace
     publisher: Publisher
-    store: SqliteStore
+    store: RunRecord
     telemetry: Recorder
     say: Callable[[str], None]
     warm_start: Callable[[], Awaitable[None]]

@@ -1,6 +1,6 @@
 """Where the roles of a run live: made, started and closed here; the session knows no more of it than this.
 
-    verifier -> load (the model, probed) -> start (generator, learner, publisher) -> meter
+    verifier -> load (the model, probed) -> store -> start (generator, learner, publisher) -> meter
 
 `InlineRuntime` is one process: the engine and the learner each on a thread of its own, verifier workers beside it.
 """
@@ -13,6 +13,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from nearpolicy.config import RunConfig
 from nearpolicy.roles import Generator, Verifier, WeightSync
+from nearpolicy.store.folder import RunFolder
+from nearpolicy.store.record import RunRecord
+from nearpolicy.store.retention import Retention
+from nearpolicy.store.writer import SqliteStore
 from nearpolicy.verifier.sandbox.ladder import Opened
 from nearpolicy.verifier.service import OnEvent, VerifierService
 
@@ -61,6 +65,14 @@ class Runtime(Protocol):
     @property
     def numerics(self) -> str:
         """exact or fast, once a model is loaded."""
+        ...
+
+    def create_store(self, folder: RunFolder, config: Mapping[str, Any], packages: Mapping[str, str]) -> RunRecord:
+        """The record of a new run, once a model is loaded. The session closes it, after all who tell it something."""
+        ...
+
+    def open_store(self, folder: RunFolder) -> RunRecord:
+        """Likewise, of a run that goes on."""
         ...
 
     async def start(self, tell: OnEvent) -> None: ...
@@ -120,6 +132,15 @@ class InlineRuntime:
     @property
     def numerics(self) -> str:
         return self._model.mode
+
+    def create_store(self, folder: RunFolder, config: Mapping[str, Any], packages: Mapping[str, str]) -> SqliteStore:
+        return SqliteStore.create(folder, config=config, packages=packages, **self._of_store())
+
+    def open_store(self, folder: RunFolder) -> SqliteStore:
+        return SqliteStore.open(folder, **self._of_store())
+
+    def _of_store(self) -> dict[str, Any]:
+        return {"sync": self._config.store.sync, "retention": Retention.of(self._config.store)}
 
     async def start(self, tell: OnEvent) -> None:
         from nearpolicy.launch import build

@@ -42,8 +42,6 @@ from nearpolicy.store.folder import RunFolder, create_run_folder, remove_run
 from nearpolicy.store.position import position_of
 from nearpolicy.store.reader import RunReader
 from nearpolicy.store.recycled import can_go_on
-from nearpolicy.store.retention import Retention
-from nearpolicy.store.writer import SqliteStore
 from nearpolicy.telemetry.config import MonitorConfig
 from nearpolicy.telemetry.events import Recorder
 from nearpolicy.telemetry.integrity import Alarm
@@ -149,13 +147,7 @@ class Session:
             return
         # The store before all else: its lock decides which of two runs has the folder, and the other writes nothing.
         try:
-            self.store = SqliteStore.create(
-                self.folder,
-                config=plain,
-                packages=self.packages,
-                sync=config.store.sync,
-                retention=Retention.of(config.store),
-            )
+            self.store = self.runtime.create_store(self.folder, plain, self.packages)
         except RunFolderError:
             if made:
                 with contextlib.suppress(OSError):  # unless somebody else has put something in
@@ -169,8 +161,7 @@ class Session:
     def _reopen_records(self, closing: AsyncExitStack, plain: dict[str, Any]) -> None:
         """Those of the run that goes on. What was under way when it ended is lost, and begins anew, or goes on from
         what is stored of it."""
-        settings = self.config.store
-        self.store = SqliteStore.open(self.folder, sync=settings.sync, retention=Retention.of(settings))
+        self.store = self.runtime.open_store(self.folder)
         closing.push(_unless_failed(self.store.close))
         with RunReader(self.folder.path) as run:
             self.position = position_of(run)

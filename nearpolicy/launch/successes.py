@@ -18,7 +18,7 @@ from nearpolicy.records import Group, Row
 from nearpolicy.store.folder import RunFolder
 from nearpolicy.store.payload import PayloadError
 from nearpolicy.store.reader import RunReader
-from nearpolicy.store.writer import SqliteStore
+from nearpolicy.store.record import RunRecord
 
 _PURPOSE = 0x5EED0F01D
 """Apart from the random numbers of anything else that a step draws."""
@@ -27,7 +27,7 @@ _PURPOSE = 0x5EED0F01D
 class Successes:
     """Draws them from the store of the run; call it with a step."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder, store: SqliteStore) -> None:
+    def __init__(self, config: RunConfig, folder: RunFolder, store: RunRecord) -> None:
         self._config = config
         self._settings = config.queue.replay
         self._store = store

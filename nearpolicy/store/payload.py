@@ -18,14 +18,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError
 
 from nearpolicy.errors import described
-from nearpolicy.records import Finish, Rollout, Row, Segment
+from nearpolicy.records import Finish, Rollout, Segment
 
 
 class PayloadError(ValueError):
@@ -104,15 +104,27 @@ def decode_group(data: bytes) -> dict[int, tuple[Segment, ...]]:
     return {sample: tuple(segments) for sample, segments in found.items()}
 
 
-def encode_rows(rows: Sequence[tuple[int, Row]]) -> bytes:
-    """What was trained of a group: (place of the segment in its rollout, row). ``rows`` says: sample, place, tokens."""
-    table = [number for place, row in rows for number in (row.sample, place, len(row.trained))]
-    num_tokens = sum(len(row.trained) for _, row in rows)
+class Trained(NamedTuple):
+    """A row without its segment."""
+
+    sample: int
+    place: int
+    """Of the segment in its rollout."""
+    trained: Any
+    """[T] bool, perhaps distant."""
+    advantages: Any
+    """[T] float32, likewise."""
+
+
+def encode_rows(rows: Sequence[Trained]) -> bytes:
+    """What was trained of a group. The array ``rows`` says: sample, place, tokens."""
+    table = [number for row in rows for number in (row.sample, row.place, len(row.trained))]
+    num_tokens = sum(len(row.trained) for row in rows)
     return _container(
         [
             ("rows", "I32", (len(rows), 3), _bytes(np.array(table, np.int32))),
-            ("advantages", "F32", (num_tokens,), b"".join([_bytes(row.advantages) for _, row in rows])),
-            ("trained", "BOOL", (num_tokens,), b"".join([_bytes(row.trained) for _, row in rows])),
+            ("advantages", "F32", (num_tokens,), b"".join([_bytes(row.advantages) for row in rows])),
+            ("trained", "BOOL", (num_tokens,), b"".join([_bytes(row.trained) for row in rows])),
         ]
     )
 

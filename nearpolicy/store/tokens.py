@@ -34,6 +34,11 @@ class TokenCounts:
         by_step = "SELECT step, sum(tokens) FROM replayed GROUP BY step"
         return cls(counts, waiting, dict(database.execute(by_step).fetchall()) if has_replayed else {})
 
+    def is_held(self, group: Group) -> bool:
+        """Whether the store holds it, and it has not ended; False also of a group without tokens that it held before
+        the run went on."""
+        return _key(group) in self._waiting
+
     def filled(self, group: Group) -> None:
         self._waiting[_key(group)] = group.num_sampled
 

@@ -176,9 +176,9 @@ def _raise() -> None:
 
 
 def _at_commit(d: Disturbance, session: Any, *, after: bool) -> None:
-    from nearpolicy.store.writer import SqliteStore
+    from nearpolicy.store.database import Database
 
-    _strike(SqliteStore, "_commit", d.count, _die, after=after)
+    _strike(Database, "commit", d.count, _die, after=after)
 
 
 def _in_checkpoint(d: Disturbance, session: Any, act: Callable[[], None] = _die) -> None:
@@ -212,19 +212,20 @@ def _no_room() -> None:
 
 
 def _store_full(d: Disturbance, session: Any) -> None:
-    from nearpolicy.store.writer import SqliteStore
+    from nearpolicy.store.database import Database
 
-    original, commit, calls = SqliteStore._commit, SqliteStore._commit, [0]
+    original, commit, calls = Database.commit, Database.commit, [0]
 
-    def full(self: Any, calls_: Any, *patient: bool) -> bool:
+    def full(self: Any, calls_: Any, *, patient: bool) -> bool:
         calls[0] += 1
         if calls[0] == d.count:
-            pages = self._db.execute("PRAGMA page_count").fetchone()[0]
-            self._db.execute(f"PRAGMA max_page_count = {pages}")  # the database itself says that the disk is full
-        return original(self, calls_, *patient)
+            pages = self.connection.execute("PRAGMA page_count").fetchone()[0]
+            # The database itself says that the disk is full.
+            self.connection.execute(f"PRAGMA max_page_count = {pages}")
+        return original(self, calls_, patient=patient)
 
     assert commit is original
-    SqliteStore._commit = full
+    Database.commit = full
 
 
 def _store_locked(d: Disturbance, session: Any) -> None:

@@ -13,6 +13,7 @@ from nearpolicy.generator.host import Events, Host, ended
 from nearpolicy.records import Finish
 from nearpolicy.roles import Completion, Load, Placed, Request
 from nearpolicy.store.folder import create_run_folder
+from nearpolicy.store.reader import RunReader
 from nearpolicy.store.writer import SqliteStore
 from nearpolicy.telemetry.events import Recorder
 
@@ -149,7 +150,8 @@ def test_decode_steps_told_together_add_up_to_those_told_one_by_one(tmp_path):
                 recorder.event("generator", kind, **told)
             recorder.flush()
             store.flush()
-            rows = store._db.execute("SELECT kind, version, numbers FROM events ORDER BY rowid").fetchall()
+            with RunReader(store.folder.path) as run:
+                rows = run.query("SELECT kind, version, numbers FROM events ORDER BY rowid")
             found.append((rows, recorder.busy_times()["time/generate_s"]))
     (together, busy), (singly, busy_singly) = found
     assert together == singly and len(together) == 2

@@ -20,6 +20,7 @@ from nearpolicy.models.numerics import Numerics
 from nearpolicy.records import Fate
 from nearpolicy.store.folder import RunFolder
 from nearpolicy.store.reader import RunReader
+from nearpolicy.store.writer import SqliteStore
 
 RECIPE = """\
 run: {steps: 1}
@@ -222,17 +223,15 @@ def test_threads_that_exact_numerics_cannot_use_are_lowered_aloud():
 
 
 def test_a_stop_while_the_folder_is_taken_gives_it_back(config, tmp_path, monkeypatch):
-    from nearpolicy.launch import session as module
-
     session = Session(config=config("run.dir=mine"))
-    create = module.SqliteStore.create
+    create = SqliteStore.create
 
     def stopped_meanwhile(*arguments, **options):
         assert session.opening  # a signal only asks then, it does not break in
         session.stop()
         return create(*arguments, **options)
 
-    monkeypatch.setattr(module.SqliteStore, "create", stopped_meanwhile)
+    monkeypatch.setattr(SqliteStore, "create", stopped_meanwhile)
     with pytest.raises(KeyboardInterrupt, match="nothing is kept"):
         run_session(session)
     assert not (tmp_path / "mine").exists()

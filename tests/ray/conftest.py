@@ -13,6 +13,7 @@ def ray_here() -> Iterator[None]:
     ray = begin_ray()
     yield
     WarmCluster.pool.clear()
+    WarmCluster.records.clear()
     ray.shutdown()
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from nearpolicy.config import config_from_dict
+from nearpolicy.launch.ray.record import RecordLost
 from nearpolicy.launch.resume import resumed_config
 from nearpolicy.launch.session import Session, run_session
 from nearpolicy.records import Fate
+from nearpolicy.store.folder import RunFolder
 from nearpolicy.store.reader import RunReader
 
 REWARD = "def judge(completions, **_):\n    return [float(sum(map(ord, c)) % 7) for c in completions]\n"
@@ -207,6 +209,22 @@ def test_whoever_dies_the_weights_are_those_of_an_undisturbed_run(actors, victim
     assert fingerprints("killed") == fingerprints("whole")
     require_whole("killed", bound=0, steps=4)
     assert any("died" in text or "was lost" in text for text in said), said
+
+
+def test_a_run_whose_record_dies_ends_with_its_name_and_goes_on_from_what_was_recorded(actors):
+    import ray
+
+    def kill(session: Session, step: int) -> None:
+        if step == 1:
+            ray.kill(session.runtime._record, no_restart=True)
+
+    alone("whole")
+    with pytest.raises(RecordLost, match=r"nearpolicy train --resume .*run"):
+        train("run", "runtime=ray", on_step=kill)
+    begun = RunFolder(Path("run").resolve())
+    run_session(Session(config=resumed_config(begun, ["runtime.kind=inline"]), folder=begun, resumes=True, say=print))
+    assert fingerprints("run") == fingerprints("whole")
+    require_whole("run", bound=0, steps=3)
 
 
 def dies_before(monkeypatch, call: str) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from nearpolicy.launch.ray.cluster import Cluster, imported_ray
 from nearpolicy.launch.ray.hosts import Process
+from nearpolicy.launch.ray.record import start_record_actor
 
 CPUS = 16
 
@@ -42,11 +43,26 @@ async def _is_alive(actor: Any) -> bool:
     return True
 
 
+def _alive_record(records: list[Any]) -> Any:
+    import ray
+
+    while records:
+        actor = records.pop()
+        try:
+            ray.get(actor.rest.remote(), timeout=20)
+        except (ray.exceptions.RayError, TimeoutError):
+            continue
+        return actor
+    return None
+
+
 class WarmCluster(Cluster):
     """Actors come from a pool and go back to it; one that was killed does not."""
 
     pool: ClassVar[list[Any]] = []
     """Of all clusters of this process."""
+    records: ClassVar[list[Any]] = []
+    """Likewise, those that write records."""
     out: dict[int, Any]
 
     async def make_room(self, bundles) -> None:
@@ -62,6 +78,12 @@ class WarmCluster(Cluster):
         self.out[id(actor)] = actor
         self._actors.append(actor)
         return actor
+
+    def record(self) -> Any:
+        return _alive_record(self.records) or start_record_actor()
+
+    def end_record(self, actor) -> None:
+        self.records.append(actor)
 
     def kill(self, actor) -> None:
         self.out.pop(id(actor), None)

@@ -12,8 +12,9 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nearpolicy.records import Finish, Rollout, Row, Segment
+from nearpolicy.records import Finish, Rollout, Segment
 from nearpolicy.store.payload import (
+    Trained,
     decode_arrays,
     decode_group,
     decode_json,
@@ -116,15 +117,14 @@ def test_a_prompt_that_a_group_shares_is_stored_once():
 
 
 def test_what_was_trained_of_a_group_comes_back_by_sample_and_segment():
-    part = Segment(context_ids=[], token_ids=[], mask=[], behavior_logprobs=[], versions=[], finish=Finish.STOP)
     rows = [
-        (1, Row(group=0, sample=2, segment=part, trained=[True, False], advantages=[0.5, -0.0])),
-        (0, Row(group=0, sample=0, segment=part, trained=[True], advantages=[np.nan])),
+        Trained(2, 1, np.array([True, False]), np.array([0.5, -0.0], np.float32)),
+        Trained(0, 0, np.array([True]), np.array([np.nan], np.float32)),
     ]
     got = decode_rows(encode_rows(rows))
     assert list(got) == [(2, 1), (0, 0)]
-    for (place, row), arrays in zip(rows, got.values(), strict=True):
-        assert same_bits(arrays["trained"], row.trained) and same_bits(arrays["advantages"], row.advantages), place
+    for row, arrays in zip(rows, got.values(), strict=True):
+        assert same_bits(arrays["trained"], row.trained) and same_bits(arrays["advantages"], row.advantages)
     assert decode_rows(encode_rows([])) == {}
 
 

@@ -154,7 +154,7 @@ _DIES = """
 import os, signal, sys
 from pathlib import Path
 from test_payload_retention import *
-from nearpolicy.store import retention, writer
+from nearpolicy.store import retention, statements, writer
 
 def die(*arguments):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -172,7 +172,8 @@ def at(owner, name, count, after):
     setattr(owner, name, struck)
 
 owner, name, count, after = sys.argv[2:]
-at({"retention": retention, "store": writer.SqliteStore}[owner], name, int(count), after == "after")
+owners = {"retention": retention, "statements": statements.Statements, "writer": writer.StoreWriter}
+at(owners[owner], name, int(count), after == "after")
 retention._PORTION_BYTES = 1500
 make(Path(sys.argv[1]), Retention("parquet", 2))
 """
@@ -183,10 +184,10 @@ make(Path(sys.argv[1]), Retention("parquet", 2))
     [
         ("retention", "_make_durable", 1, "before"),  # the file is written under another name
         ("retention", "_make_durable", 2, "before"),  # it has its name, and nobody knows of it
-        ("store", "_put_moved", 1, "before"),
-        ("store", "_put_moved", 1, "after"),  # inside the transaction
-        ("store", "_moved", 1, "after"),  # it is committed
-        ("store", "_put_moved", 2, "after"),
+        ("statements", "moved", 1, "before"),
+        ("statements", "moved", 1, "after"),  # inside the transaction
+        ("writer", "_moved", 1, "after"),  # it is committed
+        ("statements", "moved", 2, "after"),
         ("retention", "_make_durable", 5, "before"),
     ],
 )

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from nearpolicy.errors import ConfigError, described
 from nearpolicy.launch.ray.hosts import Process
+from nearpolicy.launch.ray.record import start_record_actor
 from nearpolicy.machine import num_cores
 from nearpolicy.placement import Resources, Room, RuntimeConfig
 from nearpolicy.waits import waiting
@@ -128,6 +129,16 @@ class Cluster:
         )
         self._actors.append(made)
         return made
+
+    def record(self) -> Any:
+        """The actor that writes the run's record, on this node; it needs no room."""
+        made = start_record_actor()
+        self._actors.append(made)
+        return made
+
+    def end_record(self, actor: Any) -> None:
+        """Once it has let go of the folder."""
+        self.kill(actor)
 
     def kill(self, actor: Any) -> None:
         """At once; one that is dead already stays so."""

@@ -8,13 +8,15 @@ outlives the generator that said it. The keeper's node holds the bytes; they go 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from nearpolicy.messages import Message, pack, unpack
+
+PARCELS = "parcels"
+"""A thread of the keeper for them alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +35,14 @@ class Keeper:
     """Where the actors of a run leave parcels. Travels to them."""
 
     def __init__(self, actor: Any) -> None:
-        """``actor``: has a method ``keep`` that puts bytes into the object store as its own."""
+        """``actor``: has a method ``keep``, in the concurrency group `PARCELS`, that answers what `kept` does."""
         self._actor = actor
 
     async def keep(self, data: bytes) -> RayParcel | None:
         """None if there is nothing to keep."""
         if not data:
             return None
-        [reference] = await self._actor.keep.remote(data)
+        [reference] = await self._actor.keep.options(concurrency_group=PARCELS).remote(data)
         return RayParcel(reference)
 
     def keep_now(self, data: bytes) -> RayParcel | None:
@@ -49,18 +51,15 @@ class Keeper:
 
         if not data:
             return None
-        [reference] = ray.get(self._actor.keep.remote(data))
+        [reference] = ray.get(self._actor.keep.options(concurrency_group=PARCELS).remote(data))
         return RayParcel(reference)
 
 
-class ParcelHost:
-    """What an actor that keeps parcels holds."""
+def kept(data: bytes) -> list[Any]:
+    """Bytes as an object of this process, by reference; in a list, so that it is not followed on its way."""
+    import ray
 
-    def keep(self, data: bytes) -> list[Any]:
-        """A reference, in a list so that it is not followed on its way."""
-        import ray
-
-        return [ray.put(np.frombuffer(data, np.uint8))]
+    return [ray.put(np.frombuffer(data, np.uint8))]
 
 
 Sent = tuple[bytes, list[Any]]
@@ -68,7 +67,10 @@ Sent = tuple[bytes, list[Any]]
 
 
 def sent(value: Any) -> Sent:
-    message: Message = pack(value)
+    return as_sent(pack(value))
+
+
+def as_sent(message: Message) -> Sent:
     return message.head, [parcel.reference for parcel in message.parcels]
 
 
@@ -86,15 +88,5 @@ async def awaited(told: Sent) -> Any:
     return unpack(head, await asyncio.gather(*map(_fetched, references)) if references else ())
 
 
-def by_reference(told: Sent) -> Any:
-    """With arrays that stay where they are."""
-    head, references = told
-    return unpack(head, [RayParcel(reference) for reference in references])
-
-
 async def _fetched(reference: Any) -> np.ndarray:
     return await reference
-
-
-def parcels_of(references: Sequence[Any]) -> list[RayParcel]:
-    return [RayParcel(reference) for reference in references]

@@ -1,6 +1,7 @@
 """The roles of one run as actors: started in the order the session asks for, watched, and ended with the run.
 
-    controller (this process)   pipeline, queue, environments, store, telemetry: the data flow, and the only writer
+    controller (this process)   pipeline, queue, environments, telemetry: the data flow
+    actor of the record         the only writer of the run's store; if it dies the run ends, and is taken up from there
     actor of a generator        an engine and its thread; a lost one is started again, and joins once it has shown the
                                 present weights
     actor of a learner's rank   a rank; if one dies all begin anew, from the record
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,13 +28,16 @@ from nearpolicy.launch.ray.generators import GeneratorMember
 from nearpolicy.launch.ray.hosts import GeneratorHost, LearnerHost, Loaded, VerifierHost
 from nearpolicy.launch.ray.learner import LearnerRanks
 from nearpolicy.launch.ray.memory import require_memory
-from nearpolicy.launch.ray.parcels import Keeper, ParcelHost
+from nearpolicy.launch.ray.parcels import Keeper
+from nearpolicy.launch.ray.record import ActorRecord
 from nearpolicy.launch.ray.transports import chosen, require_reached
 from nearpolicy.launch.ray.verifiers import Demand, VerifierPools
 from nearpolicy.launch.runtime import Functions, RunVerifier, Say
 from nearpolicy.launch.sizes import model_shape
 from nearpolicy.machine import collect_garbage_rarely
 from nearpolicy.placement import Rooms
+from nearpolicy.store.folder import RunFolder
+from nearpolicy.store.retention import Retention
 from nearpolicy.verifier.config import FunctionReward
 from nearpolicy.verifier.service import OnEvent, VerifierService
 from nearpolicy.waits import waiting
@@ -65,6 +69,7 @@ class RayRuntime:
         self._connecting = asyncio.Lock()
         self._generators: dict[int, Any] = {}
         self._ranks: list[Any] = []
+        self._record: Any = None
         self._verifiers: dict[int, Any] = {}
         self._ranks_are_used = False
         self._fleet: Fleet | None = None
@@ -120,7 +125,8 @@ class RayRuntime:
     # The model.
 
     async def load(self, language: Language) -> None:
-        await self._connected()
+        cluster = await self._connected()
+        self._record = cluster.record()  # it begins while models are loaded
         ranks, replicas = range(self._num_ranks), range(self._config.generator.replicas)
         self._ranks = [self._process("learner", rank) for rank in ranks]
         self._generators = {place: self._process("generator", place) for place in replicas}
@@ -189,17 +195,32 @@ class RayRuntime:
                 self._say(text)
         return found.result()
 
+    # The record.
+
+    def create_store(self, folder: RunFolder, config: Mapping[str, Any], packages: Mapping[str, str]) -> ActorRecord:
+        return ActorRecord.create(self._record, folder, config=config, packages=packages, **self._of_store())
+
+    def open_store(self, folder: RunFolder) -> ActorRecord:
+        return ActorRecord.open(self._record, folder, **self._of_store())
+
+    def _of_store(self) -> dict[str, Any]:
+        config = self._config
+        return {
+            "sync": config.store.sync,
+            "retention": Retention.of(config.store),
+            "end": partial(self._cluster.end_record, self._record),
+            "limit_s": config.runtime.start_timeout_s,
+        }
+
     # Generator, learner, publication.
 
     async def start(self, tell: OnEvent) -> None:
-        import ray
-
         from nearpolicy.generator.fleet import Fleet
         from nearpolicy.sync.publisher import Publisher
 
         config = self._config
         self._tell = tell
-        self._keeper = Keeper(ray.remote(ParcelHost).options(num_cpus=0).remote())
+        self._keeper = Keeper(self._record)
         self.learner = self._learner = LearnerRanks(self._fresh_ranks, partial(tell, "learner"), self._say)
         self._fleet = self.generator = Fleet(
             patience_s=config.runtime.start_timeout_s, silence_s=config.runtime.silence_s, on_event=self._of_fleet
