@@ -16,8 +16,8 @@ from synthetic_run import CONFIG, admission, batch, group, trained
 from warm_actors import WarmCluster
 
 from nearpolicy.errors import NearpolicyError, RunFolderError, StandstillError
-from nearpolicy.launch.ray.parcels import as_sent
-from nearpolicy.launch.ray.record import PAGES, ActorRecord, RecordLost
+from nearpolicy.launch.ray.parcels import Keeper, as_sent
+from nearpolicy.launch.ray.record import ActorRecord, RecordLost
 from nearpolicy.records import Event, Fate
 from nearpolicy.store.folder import RunFolder, create_run_folder
 from nearpolicy.store.retention import Retention
@@ -208,8 +208,8 @@ def test_a_folder_of_another_writer_is_refused_with_its_text(records, folder):
         records.create(RunFolder(folder.path / "nowhere"), config=CONFIG)
 
 
-def test_pages_are_kept_while_the_actor_commits_nothing(records, folder):
-    """`keep` does not wait for a commit that waits for another program."""
+def test_parcels_are_kept_while_the_actor_commits_nothing(records, folder):
+    """They do not wait for a commit that waits for another program."""
     import ray
 
     with records.create(folder, config=CONFIG):
@@ -217,8 +217,7 @@ def test_pages_are_kept_while_the_actor_commits_nothing(records, folder):
         blocker = sqlite3.connect(folder.store, isolation_level=None)
         blocker.execute("BEGIN IMMEDIATE")
         committing = actor.commit.remote(as_sent(pack_calls([Event(time=0, role="queue", kind="admit")])))
-        [page] = ray.get(actor.keep.options(concurrency_group=PAGES).remote(b"tokens"))
-        assert ray.get(page) == b"tokens"
+        assert bytes(Keeper(actor).keep_now(b"tokens").read()) == b"tokens"
         assert ray.wait([committing], timeout=0)[0] == []
         blocker.execute("ROLLBACK")
         assert ray.get(committing).error is None
