@@ -16,7 +16,7 @@ from synthetic_run import CONFIG, admission, batch, group, trained
 from warm_actors import WarmCluster
 
 from nearpolicy.errors import NearpolicyError, RunFolderError, StandstillError
-from nearpolicy.launch.ray.record import PAGES, ActorRecord, RecordLost
+from nearpolicy.launch.ray.record import ActorRecord, RecordLost, kept_page
 from nearpolicy.records import Event, Fate
 from nearpolicy.store.folder import RunFolder, create_run_folder
 from nearpolicy.store.retention import Retention
@@ -216,7 +216,7 @@ def test_pages_are_kept_while_the_actor_commits_nothing(records, folder):
         blocker = sqlite3.connect(folder.store, isolation_level=None)
         blocker.execute("BEGIN IMMEDIATE")
         committing = actor.commit.remote(pack_calls([Event(time=0, role="queue", kind="admit")]))
-        [page] = ray.get(actor.keep.options(concurrency_group=PAGES).remote(b"tokens"))
+        [page] = ray.get(kept_page(actor, b"tokens"))
         assert ray.get(page) == b"tokens"
         assert ray.wait([committing], timeout=0)[0] == []
         blocker.execute("ROLLBACK")
