@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
@@ -69,7 +70,7 @@ def test_read_only_mappings_and_events_arrive():
 
 def test_tokens_that_were_said_before_do_not_go_again():
     writer = Listening()
-    record = RunRecord(RunFolder(None), writer, wall_anchor=0.0, tokens=TokenCounts({}, {}, {}))
+    record = RunRecord(RunFolder(Path("run")), writer, wall_anchor=0.0, tokens=TokenCounts({}, {}, {}))
     filled, unfilled = group(0), group(1)
     record.filled(filled)
     record.consumed(batch(0, [filled, unfilled]), REPORT, trained([filled, unfilled]))
