@@ -9,13 +9,13 @@ of 16 tokens on average behind a prompt of 32; a large one 8 rollouts of 100.
 
 in_process    8, 64 and 256 generators in 8 hosts, in the process of the controller: its processor time is that of the
               process less what the stand-ins have taken themselves
-ray           256 generators in 8 actors, and 16 that are actors of their own: the processor time of the controller's
-              process, Ray's threads in it included
+ray           256 generators in 8 actors, and 16 that are actors of their own, the record in one more: the processor
+              time of the controller's process, Ray's threads in it included
 decision      one choice of a replica, and its entry: microseconds on the clock, and of the processor
 
 Measured between the first and the last step that find all slots in use. Prompts, tokens and log-probabilities go
 through the controller here, as in a run with generators in other processes: from `collect` to the environment, the
-store's writer and the learner. `loop_late_ms` says how late the controller's loop is for anything else. What else runs
+record and the learner. `loop_late_ms` says how late the controller's loop is for anything else. What else runs
 on the machine slows all of it, processor time too: run it alone, and see `load_average` (this benchmark alone makes
 between 1 and 3). The last line is one JSON object.
 """

@@ -60,7 +60,8 @@ def _placement(config: RunConfig, shape: ModelShape | None) -> Lines:
         yield "verifiers", f"{runtime.verifiers}, each 1 CPU and {count(config.verifier.workers, 'worker')}{most}"
     else:
         yield "verifiers", f"{count(config.verifier.workers, 'worker')} beside the controller"
-    yield "controller", "the process that is started: queue, record, telemetry; no place of its own"
+    yield "controller", "the process that is started: queue, telemetry; no place of its own"
+    yield "record", "an actor beside the controller; no place of its own either"
     largest = max(rooms.bundles, key=lambda bundle: (bundle.get("GPU", 0), bundle.get("CPU", 0)))
     yield (
         "together",

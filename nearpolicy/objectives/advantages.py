@@ -49,9 +49,11 @@ def grpo(rewards_G: Sequence[float | None], *, scale: bool = True) -> np.ndarray
     if not _differ(values):
         return np.zeros(len(scored))
     if not scale:
-        return _placed(_centred(values), scored)
+        return _placed(values - _mean(values), scored)
     values = _near_one(values)
-    return _placed(_centred(values) / values.std(ddof=1), scored)
+    centred = values - _mean(values)
+    spread = math.sqrt(np.add.reduce(centred * centred) / (len(values) - 1))
+    return _placed(centred / spread, scored)
 
 
 def dr_grpo(rewards_G: Sequence[float | None]) -> np.ndarray:
@@ -228,10 +230,12 @@ def scale_by_batch_spread(
 
 def _scored(rewards_G: Sequence[float | None], name: str = "rewards_G") -> tuple[np.ndarray, np.ndarray]:
     """([S] the scored rewards, [G] bool where they are)."""
-    scored = np.array([reward is not None for reward in rewards_G], dtype=bool)
-    for index in np.flatnonzero(scored):
-        _check(rewards_G[index], f"{name}[{index}]")
-    return np.array([reward for reward in rewards_G if reward is not None], dtype=np.float64), scored
+    there = [reward is not None for reward in rewards_G]
+    for index, reward in enumerate(rewards_G):
+        if reward is not None and not abs(reward) <= LARGEST_REWARD:
+            _check(reward, f"{name}[{index}]")
+    values = rewards_G if all(there) else [reward for reward in rewards_G if reward is not None]
+    return np.array(values, dtype=np.float64), np.array(there, dtype=bool)
 
 
 def _check(reward: float, name: str) -> None:
@@ -260,11 +264,16 @@ def _split(values: np.ndarray, scored_B_G: Sequence[np.ndarray]) -> list[np.ndar
 
 
 def _differ(values: np.ndarray) -> bool:
-    return len(values) > 1 and values.min() != values.max()
+    return len(values) > 1 and len(set(values.tolist())) > 1  # of few numbers: sooner than their extremes
+
+
+def _mean(values: np.ndarray) -> float:
+    """As `np.mean` has it, which takes several times as long for few numbers."""
+    return np.add.reduce(values) / len(values)
 
 
 def _centred(values: np.ndarray) -> np.ndarray:
-    return values - values.mean() if _differ(values) else np.zeros(len(values))
+    return values - _mean(values) if _differ(values) else np.zeros(len(values))
 
 
 def _minus_the_others(values: np.ndarray) -> np.ndarray:

@@ -97,6 +97,8 @@ def shaped_rewards(
     group: Group, config: ObjectiveConfig, max_completion_length: int | None = None
 ) -> list[float | None]:
     """The group's rewards with what depends on length and on the other completions; None stays None."""
+    if not (config.overlong_buffer or config.length_cost or config.length_reward or config.diversity_bonus):
+        return [None if reward is None else float(reward) for reward in group.rewards]
     lengths = [rollout.num_sampled for rollout in group.rollouts]
     change = _price_of_length(lengths, config, max_completion_length)
     if config.length_reward:

@@ -238,8 +238,10 @@ class StalenessBoundedQueue:
             self._store.filled(group)
             self._emit("ready", admission=index, version=group.oldest_version)
             self.expire()
-        if index not in self._groups:
-            self._prompt_of.pop(index, None)
+        if index in self._groups:  # no slot is free for it, and no producer has anything to hear
+            self._changed.set()
+            return
+        self._prompt_of.pop(index, None)
         self._wake()
 
     async def peek(self, count: int, known: int) -> Sequence[Group]:

@@ -69,62 +69,7 @@ class Statements:
         write()
         self._put_events(events)
 
-    # What each call writes.
-
-    def _run(self, sql: str, *values: Any) -> sqlite3.Cursor:
-        # Counters often come out of numpy, whose scalars sqlite3 refuses.
-        return self._db.execute(sql, [v.item() if isinstance(v, np.generic) else v for v in values])
-
-    def _insert(self, into: str, rows: Sequence[tuple[Any, ...]], otherwise: str = "") -> None:
-        """In order, many rows by one statement. ``into``: table, with its columns unless all are given."""
-        for part in _parts(rows):
-            values = itertools.chain.from_iterable(part)
-            self._run(_insertion(into, len(part[0]), len(part), otherwise), *values)
-
-    def _found(self, select: str, admissions: Sequence[int]) -> list[tuple[Any, ...]]:
-        """What ``select`` finds of these admissions, of all their attempts."""
-        found: list[tuple[Any, ...]] = []
-        for part in _parts(admissions):
-            found += self._run(f"{select} WHERE admission IN ({', '.join('?' * len(part))})", *part)
-        return found
-
-    def _put_admissions(self, admissions: Sequence[Admission]) -> None:
-        rows = []
-        for admission in admissions:
-            prompt = admission.prompt
-            numbers = (admission.index, admission.attempt, admission.seed, admission.version)
-            rows.append((*numbers, encode_text(prompt.task), prompt_data(prompt), admission.prompt_index))
-        later = "ON CONFLICT (admission) DO UPDATE SET attempt = max(attempt, excluded.attempt)"
-        self._insert("admissions", rows, later)
-
-    def _put_groups(self, groups: Sequence[Group]) -> None:
-        """Idempotent, so that whoever ends a group can be sure that it is there."""
-        by_key = {key_of(group.admission): group for group in reversed(groups)}  # the first of a key stays
-        indices = sorted({index for index, _ in by_key})
-        there = set(self._found("SELECT admission, attempt FROM groups", indices))
-        new = {key: by_key[key] for key in reversed(by_key) if key not in there}
-        if not new:
-            return
-        attempts = dict(self._found("SELECT admission, attempt FROM admissions", indices))
-        self._put_admissions([g.admission for (index, attempt), g in new.items() if attempts.get(index, -1) < attempt])
-        rows: dict[str, list[tuple[Any, ...]]] = {"groups": [], "rollouts": [], "verdicts": [], "payloads": []}
-        for key, group in new.items():
-            failure = None if group.failure is None else encode_text(group.failure)
-            rows["groups"].append((*key, group.admission.version, group.oldest_version, failure))
-            # A failed group may hold rollouts that nobody has judged.
-            judged = list(group.verdicts or ({},) * len(group.rollouts))
-            rewards = list(group.rewards or (None,) * len(group.rollouts))
-            if group.baseline is not None:
-                judged, rewards = [*judged, group.baseline.verdicts], [*rewards, group.baseline.reward]
-            for rollout, of_it, reward in zip(group.everything, judged, rewards, strict=True):
-                rows["rollouts"].append(_rollout_row(key, rollout, reward))
-                sample = (*key, int(rollout.sample))
-                rows["verdicts"] += [_verdict_row(sample, *told) for told in enumerate(of_it.items())]
-            rows["payloads"].append((*key, SEGMENTS, encode_group(group.everything)))
-        for table, of_table in rows.items():
-            self._insert(table, of_table)
-
-    # Verbs of calls.
+    # Verbs of calls, in one transaction.
 
     def consumed(
         self,
@@ -182,22 +127,6 @@ class Statements:
         if branch.kind == ROLLBACK:
             self._undo_steps(branch)
 
-    def _undo_steps(self, branch: Branch) -> None:
-        first, reason = branch.first - 1, f"{branch.kind}: {branch.reason}"
-        columns = "step, place, admission, attempt"
-        self._run(
-            f"INSERT INTO undone (lineage, {columns}) SELECT ?, {columns} FROM consumption WHERE step >= ?",
-            *(branch.lineage, first),
-        )
-        self._run(
-            "UPDATE endings SET reason = ? WHERE (admission, attempt) IN "
-            "(SELECT admission, attempt FROM consumption WHERE step >= ?)",
-            *(encode_text(reason), first),
-        )
-        self._run("DELETE FROM consumption WHERE step >= ?", first)
-        self._run("DELETE FROM replayed WHERE step >= ?", first)
-        self._run("DELETE FROM steps WHERE step >= ?", first)
-
     def lost(
         self,
         admissions: Sequence[Admission],
@@ -227,6 +156,108 @@ class Statements:
                     self._run(f"DELETE FROM {table} WHERE admission = ? AND attempt = ? AND sample = ?", *key, sample)
             self._put_left(key)
         self.apply([call])
+
+    def published(self, record: VersionRecord, wall_s: float) -> None:
+        query = "SELECT fingerprint FROM versions WHERE lineage = ? AND version = ?"
+        known = one(self._db, query, record.lineage, record.version)
+        if known is not None and known != record.fingerprint:
+            raise NearpolicyError(
+                f"version {record.version} of lineage {record.lineage} has fingerprint {known}; the same name cannot "
+                f"be given to weights with fingerprint {record.fingerprint}: open a new lineage"
+            )
+        self._run(
+            "INSERT OR IGNORE INTO versions (lineage, version, updates, fingerprint, parent, wall_s, digests) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?)",
+            *(record.lineage, record.version, record.updates, record.fingerprint, record.parent, float(wall_s)),
+            encode_json(record.digests) if record.digests else None,
+        )
+
+    def evaluated(self, samples: Iterable[EvaluatedSample]) -> None:
+        for s in samples:
+            self._run(
+                "INSERT OR REPLACE INTO evaluations (lineage, version, task, mode, temperature, row, sample, prompt, "
+                "text, correct, value, tokens, finish) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                *(s.lineage, s.version, encode_text(s.task), s.mode, float(s.temperature), s.row, s.sample),
+                *(encode_text(s.prompt), encode_text(s.text)),
+                *(None if s.correct is None else int(s.correct), s.value, s.num_tokens, s.finish),
+            )
+
+    def noted(self, key: str, data: bytes) -> None:
+        self._run("INSERT OR REPLACE INTO run VALUES (?, ?)", key, data)
+
+    def moved(self, rows: Sequence[Moved]) -> None:
+        told = [(row.admission, row.attempt, row.what, row.file, row.part) for row in rows]
+        self._db.executemany("INSERT INTO moved VALUES (?, ?, ?, ?, ?)", told)
+        query = "DELETE FROM payloads WHERE admission = ? AND attempt = ? AND what = ?"
+        self._db.executemany(query, [row[:3] for row in told])
+
+    def failed(self, error: Exception) -> None:
+        """Something beside the writer cannot go on, and neither may the run."""
+        raise error
+
+    # What they are made of.
+
+    def _put_admissions(self, admissions: Sequence[Admission]) -> None:
+        rows = []
+        for admission in admissions:
+            prompt = admission.prompt
+            numbers = (admission.index, admission.attempt, admission.seed, admission.version)
+            rows.append((*numbers, encode_text(prompt.task), prompt_data(prompt), admission.prompt_index))
+        later = "ON CONFLICT (admission) DO UPDATE SET attempt = max(attempt, excluded.attempt)"
+        self._insert("admissions", rows, later)
+
+    def _put_groups(self, groups: Sequence[Group]) -> None:
+        """Idempotent, so that whoever ends a group can be sure that it is there."""
+        by_key = {key_of(group.admission): group for group in reversed(groups)}  # the first of a key stays
+        indices = sorted({index for index, _ in by_key})
+        there = set(self._found("SELECT admission, attempt FROM groups", indices))
+        new = {key: by_key[key] for key in reversed(by_key) if key not in there}
+        if not new:
+            return
+        attempts = dict(self._found("SELECT admission, attempt FROM admissions", indices))
+        self._put_admissions([g.admission for (index, attempt), g in new.items() if attempts.get(index, -1) < attempt])
+        rows: dict[str, list[tuple[Any, ...]]] = {"groups": [], "rollouts": [], "verdicts": [], "payloads": []}
+        for key, group in new.items():
+            failure = None if group.failure is None else encode_text(group.failure)
+            rows["groups"].append((*key, group.admission.version, group.oldest_version, failure))
+            # A failed group may hold rollouts that nobody has judged.
+            judged = list(group.verdicts or ({},) * len(group.rollouts))
+            rewards = list(group.rewards or (None,) * len(group.rollouts))
+            if group.baseline is not None:
+                judged, rewards = [*judged, group.baseline.verdicts], [*rewards, group.baseline.reward]
+            for rollout, of_it, reward in zip(group.everything, judged, rewards, strict=True):
+                rows["rollouts"].append(_rollout_row(key, rollout, reward))
+                sample = (*key, int(rollout.sample))
+                rows["verdicts"] += [_verdict_row(sample, *told) for told in enumerate(of_it.items())]
+            rows["payloads"].append((*key, SEGMENTS, encode_group(group.everything)))
+        for table, of_table in rows.items():
+            self._insert(table, of_table)
+
+    def _put_events(self, events: Sequence[Event]) -> None:
+        rows = [
+            (
+                *(event.time, event.role, event.kind, event.instance, event.admission, event.sample, event.segment),
+                *(event.version, event.seconds, encode_json(event.numbers)),
+            )
+            for event in events
+        ]
+        self._insert(_EVENTS, rows)
+
+    def _undo_steps(self, branch: Branch) -> None:
+        first, reason = branch.first - 1, f"{branch.kind}: {branch.reason}"
+        columns = "step, place, admission, attempt"
+        self._run(
+            f"INSERT INTO undone (lineage, {columns}) SELECT ?, {columns} FROM consumption WHERE step >= ?",
+            *(branch.lineage, first),
+        )
+        self._run(
+            "UPDATE endings SET reason = ? WHERE (admission, attempt) IN "
+            "(SELECT admission, attempt FROM consumption WHERE step >= ?)",
+            *(encode_text(reason), first),
+        )
+        self._run("DELETE FROM consumption WHERE step >= ?", first)
+        self._run("DELETE FROM replayed WHERE step >= ?", first)
+        self._run("DELETE FROM steps WHERE step >= ?", first)
 
     def _put_given_up(self, keys: Iterable[Key]) -> None:
         """Aborted, those too that had been recycled."""
@@ -271,53 +302,22 @@ class Statements:
             ]
         self._insert("fates", rows)
 
-    def published(self, record: VersionRecord, wall_s: float) -> None:
-        query = "SELECT fingerprint FROM versions WHERE lineage = ? AND version = ?"
-        known = one(self._db, query, record.lineage, record.version)
-        if known is not None and known != record.fingerprint:
-            raise NearpolicyError(
-                f"version {record.version} of lineage {record.lineage} has fingerprint {known}; the same name cannot "
-                f"be given to weights with fingerprint {record.fingerprint}: open a new lineage"
-            )
-        self._run(
-            "INSERT OR IGNORE INTO versions (lineage, version, updates, fingerprint, parent, wall_s, digests) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?)",
-            *(record.lineage, record.version, record.updates, record.fingerprint, record.parent, float(wall_s)),
-            encode_json(record.digests) if record.digests else None,
-        )
+    def _insert(self, into: str, rows: Sequence[tuple[Any, ...]], otherwise: str = "") -> None:
+        """In order, many rows by one statement. ``into``: table, with its columns unless all are given."""
+        for part in _parts(rows):
+            values = itertools.chain.from_iterable(part)
+            self._run(_insertion(into, len(part[0]), len(part), otherwise), *values)
 
-    def _put_events(self, events: Sequence[Event]) -> None:
-        rows = [
-            (
-                *(event.time, event.role, event.kind, event.instance, event.admission, event.sample, event.segment),
-                *(event.version, event.seconds, encode_json(event.numbers)),
-            )
-            for event in events
-        ]
-        self._insert(_EVENTS, rows)
+    def _found(self, select: str, admissions: Sequence[int]) -> list[tuple[Any, ...]]:
+        """What ``select`` finds of these admissions, of all their attempts."""
+        found: list[tuple[Any, ...]] = []
+        for part in _parts(admissions):
+            found += self._run(f"{select} WHERE admission IN ({', '.join('?' * len(part))})", *part)
+        return found
 
-    def noted(self, key: str, data: bytes) -> None:
-        self._run("INSERT OR REPLACE INTO run VALUES (?, ?)", key, data)
-
-    def failed(self, error: Exception) -> None:
-        """Something beside the writer cannot go on, and neither may the run."""
-        raise error
-
-    def moved(self, rows: Sequence[Moved]) -> None:
-        told = [(row.admission, row.attempt, row.what, row.file, row.part) for row in rows]
-        self._db.executemany("INSERT INTO moved VALUES (?, ?, ?, ?, ?)", told)
-        query = "DELETE FROM payloads WHERE admission = ? AND attempt = ? AND what = ?"
-        self._db.executemany(query, [row[:3] for row in told])
-
-    def evaluated(self, samples: Iterable[EvaluatedSample]) -> None:
-        for s in samples:
-            self._run(
-                "INSERT OR REPLACE INTO evaluations (lineage, version, task, mode, temperature, row, sample, prompt, "
-                "text, correct, value, tokens, finish) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                *(s.lineage, s.version, encode_text(s.task), s.mode, float(s.temperature), s.row, s.sample),
-                *(encode_text(s.prompt), encode_text(s.text)),
-                *(None if s.correct is None else int(s.correct), s.value, s.num_tokens, s.finish),
-            )
+    def _run(self, sql: str, *values: Any) -> sqlite3.Cursor:
+        # Counters often come out of numpy, whose scalars sqlite3 refuses.
+        return self._db.execute(sql, [v.item() if isinstance(v, np.generic) else v for v in values])
 
 
 _EVENTS = "events (time, role, kind, instance, admission, sample, segment, version, seconds, numbers)"

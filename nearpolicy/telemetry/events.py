@@ -83,8 +83,6 @@ BUSY_KINDS: Mapping[str, str] = {
 """Kinds whose seconds add up to a metric ``time/<name>_s``. Verifiers run beside one another, so their sum may exceed
 the wall time."""
 
-_EVENT_FIELDS = ("instance", "admission", "sample", "segment", "version", "seconds")
-
 
 class _TakesEvents(Protocol):
     def event(self, event: Event) -> None: ...
@@ -143,35 +141,57 @@ class Recorder:
         now = self.now()
         return {role: (kind, now - end) for role, (kind, end) in self._last.copy().items()}
 
-    def event(self, role: str, kind: str, *, ago: float = 0.0, **fields: Any) -> None:
+    def event(
+        self,
+        role: str,
+        kind: str,
+        *,
+        ago: float = 0.0,
+        instance: int | None = None,
+        admission: int | None = None,
+        sample: int | None = None,
+        segment: int | None = None,
+        version: int | None = None,
+        seconds: float | None = None,
+        **numbers: Any,
+    ) -> None:
         """One entry of the time line, now, or that was so many seconds ``ago`` (told by somebody else's clock); with
-        ``seconds``, one that ends then and began so long before.
-
-        Fields of `Event` go there, everything else into its numbers (see `EVENT_KINDS`).
-        """
+        ``seconds``, one that ends then and began so long before. ``numbers``: see `EVENT_KINDS`."""
         if kind not in EVENT_KINDS:
             raise ValueError(f"{role} tells an event of kind {kind!r}; known kinds: {', '.join(EVENT_KINDS)}")
-        own = {name: value for name in _EVENT_FIELDS if (value := fields.pop(name, None)) is not None}
-        end = self.now() - ago
+        end = self._clock() - self._zero - ago
         self._last[role] = (kind, end)
+        instance = instance or 0
         with self._lock:
             if kind in BUSY_KINDS:
-                seconds = fields["ms"] / 1000 if kind == "decode_step" else own.get("seconds", 0.0)
-                self._busy[BUSY_KINDS[kind]] += seconds - fields.get("queue_s", 0.0)
+                spent = numbers["ms"] / 1000 if kind == "decode_step" else seconds or 0.0
+                self._busy[BUSY_KINDS[kind]] += spent - numbers.get("queue_s", 0.0)
             if kind == "verify":
-                self._judged.append((own.get("seconds", 0.0), fields.get("queue_s", 0.0)))
-            where = (role, own.get("instance", 0))
+                self._judged.append((seconds or 0.0, numbers.get("queue_s", 0.0)))
             if self._trace is not None:
-                seconds = fields["ms"] / 1000 if kind == "decode_step" else own.get("seconds")
-                about = {name: value for name, value in own.items() if name != "seconds"} | fields
-                self._trace.add(role, kind, end - (seconds or 0.0), seconds, about, where[1])
+                spent = numbers["ms"] / 1000 if kind == "decode_step" else seconds
+                about = {"instance": instance, "admission": admission, "sample": sample, "segment": segment}
+                told = {name: value for name, value in (about | {"version": version}).items() if value is not None}
+                self._trace.add(role, kind, end - (spent or 0.0), spent, told | numbers, instance)
             if kind == "decode_step":
-                self._add_step(where, own.get("version"), end, fields)
+                self._add_step((role, instance), version, end, numbers)
                 return
             if kind in _DRAINS:
-                self._write_bunch(where)
-            start = end - own.get("seconds", 0.0)
-            self._store.event(Event(time=start, role=role, kind=kind, **own, numbers=fields))
+                self._write_bunch((role, instance))
+            self._store.event(
+                Event(
+                    time=end if seconds is None else end - seconds,
+                    role=role,
+                    kind=kind,
+                    instance=instance,
+                    admission=admission,
+                    sample=sample,
+                    segment=segment,
+                    version=version,
+                    seconds=seconds,
+                    numbers=numbers,
+                )
+            )
 
     @contextmanager
     def span(self, role: str, kind: str, **fields: Any) -> Iterator[dict[str, Any]]:

@@ -26,17 +26,17 @@ _LEAST_SPREAD = 0.01
 
 def integrity_metrics(batch: Batch) -> dict[str, float]:
     """What a policy that games its reward often shows first."""
-    texts: dict[str, set[int]] = {}
-    lengths, rewards = [], []
+    groups_of: dict[str, set[int]] = {}
+    texts, lengths, rewards = [], [], []
     for group in batch.groups:
         for rollout, reward in zip(group.rollouts, group.rewards, strict=True):
-            texts.setdefault(normalised(rollout.text), set()).add(group.index)
+            texts.append(normalised(rollout.text))
+            groups_of.setdefault(texts[-1], set()).add(group.index)
             if reward is not None:
                 lengths.append(rollout.num_sampled)
                 rewards.append(reward)
-    total = sum(len(group.rollouts) for group in batch.groups)
-    shared = sum(len(texts[normalised(rollout.text)]) > 1 for group in batch.groups for rollout in group.rollouts)
-    found = {"integrity/duplicate_share": shared / total} if total and len(batch.groups) > 1 else {}
+    shared = sum(len(groups_of[text]) > 1 for text in texts)
+    found = {"integrity/duplicate_share": shared / len(texts)} if texts and len(batch.groups) > 1 else {}
     slope = correlation(lengths, rewards)
     return found | ({} if slope is None else {"integrity/reward_length_correlation": slope})
 

@@ -64,6 +64,7 @@ class WarmCluster(Cluster):
     records: ClassVar[list[Any]] = []
     """Likewise, those that write records."""
     out: dict[int, Any]
+    recording: Any = None
 
     async def make_room(self, bundles) -> None:
         self.out = {}
@@ -80,9 +81,11 @@ class WarmCluster(Cluster):
         return actor
 
     def record(self) -> Any:
-        return _alive_record(self.records) or start_record_actor()
+        self.recording = _alive_record(self.records) or start_record_actor()
+        return self.recording
 
     def end_record(self, actor) -> None:
+        self.recording = None
         self.records.append(actor)
 
     def kill(self, actor) -> None:
@@ -100,3 +103,5 @@ class WarmCluster(Cluster):
                 super().kill(actor)
         self.out.clear()
         self._actors.clear()
+        if self.recording is not None:  # the run was refused before it had a record
+            self.end_record(self.recording)

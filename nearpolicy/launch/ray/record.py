@@ -97,12 +97,12 @@ class RecordHost:
         self.close()
 
 
-def start_record_actor(node_id: str | None = None) -> Any:
-    """``node_id``: where, as Ray names it; this process's node if left out."""
+def start_record_actor() -> Any:
+    """On the node of this process."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    here = node_id or ray.get_runtime_context().get_node_id()
+    here = ray.get_runtime_context().get_node_id()
     made = ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={PARCELS: 1})(RecordHost)
     return made.options(scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False)).remote()
 
@@ -145,7 +145,8 @@ class ActorWriter:
             self._or_fail("flush", durable, limit_s=self._limit_s)
 
     def release(self, oldest: int) -> None:
-        self._actor.release.remote(oldest)  # if it has died, the next call says so
+        if not self.commits.is_closed:
+            self._actor.release.remote(oldest)  # if it has died, the next call says so
 
     def close(self) -> None:
         if self.commits.is_closed:
