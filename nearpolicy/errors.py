@@ -57,6 +57,11 @@ class StandstillError(NearpolicyError):
     """A named wait ran past its bound; the message says who waits for whom."""
 
 
+class RecordLost(NearpolicyError):
+    """The process that writes the record has died. The session that wrote to it ends; what it had committed is kept, and
+    another session goes on from there."""
+
+
 class EngineError(NearpolicyError):
     """The generator cannot go on (not: one request failed, which is data)."""
 
