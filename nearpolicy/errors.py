@@ -58,8 +58,12 @@ class StandstillError(NearpolicyError):
 
 
 class RecordLost(NearpolicyError):
-    """The process that writes the record has died. The session that wrote to it ends; what it had committed is kept, and
-    another session goes on from there."""
+    """The process that writes the record has died. The session ends; what was committed is kept, and another session
+    goes on from there."""
+
+
+class ControllerLost(NearpolicyError):
+    """The actor that a session ran in has died, or its node has. What was recorded is kept."""
 
 
 class EngineError(NearpolicyError):

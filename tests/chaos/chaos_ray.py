@@ -189,19 +189,15 @@ def main() -> None:
     base = (arguments.keep or Path(tempfile.mkdtemp(prefix="nearpolicy-chaos-ray-"))).resolve()
     base.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("NEARPOLICY_CACHE", str(base / "cache"))
-    from warm_actors import WarmCluster, begin_ray
+    from forked_workers import begun_ray
 
-    import nearpolicy.launch.ray.runtime as runtime
-
-    runtime.Cluster = WarmCluster
-    ray, begin = begin_ray(), time.monotonic()
+    begin = time.monotonic()
     try:
-        tally = disturbed(base, arguments.kills, arguments.seed)
+        with begun_ray():
+            tally = disturbed(base, arguments.kills, arguments.seed)
     except chaos.Broken as error:
         print(f"broken with --seed {arguments.seed}: {error}", flush=True)
         sys.exit(1)
-    finally:
-        ray.shutdown()
     os.chdir("/")
     shutil.rmtree(base, ignore_errors=True)
     print(json.dumps(as_json(tally, time.monotonic() - begin)))
