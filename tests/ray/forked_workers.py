@@ -2,8 +2,8 @@
 
     raylet -> `EXECUTABLE default_worker.py ...` -> this file -> a socket -> the nursery forks a worker
 
-Each worker is a process of its own all the same: Ray's own `default_worker.py` begins it, and it dies alone. Ray is told
-of all this by another `sys.executable` while it starts; what else it runs with that gets the real one.
+Each worker is a process of its own all the same: Ray's own `default_worker.py` begins it, and it dies alone. Ray is
+told of this by another `sys.executable` while it starts; what else it runs with that gets the real one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ LOADED_BY_ACTORS = (
     "transformers.integrations.finegrained_fp8", "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto", "transformers.models.llama.modeling_llama",
     "nearpolicy.launch.session", "nearpolicy.launch.build", "nearpolicy.launch.diagnosis",
-    "nearpolicy.launch.ray.hosts", "nearpolicy.launch.ray.transports", "nearpolicy.generator.host", "nearpolicy.learner.parallel",
-    "nearpolicy.learner.checkpoint", "nearpolicy.sync.shipping",
+    "nearpolicy.launch.ray.hosts", "nearpolicy.launch.ray.transports", "nearpolicy.generator.host",
+    "nearpolicy.learner.parallel", "nearpolicy.learner.checkpoint", "nearpolicy.sync.shipping",
 )  # fmt: skip
 OF_RAY = ("ray", "ray.util.placement_group", "ray._private.async_compat", "ray._private.runtime_env.setup_hook")
 WAITS_S = 60.0

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nearpolicy.errors import ConfigError, NearpolicyError, StandstillError, described
+from nearpolicy.errors import ConfigError, NearpolicyError, RunFolderError, StandstillError, described
 from nearpolicy.launch.ray.calls import Answer
 from nearpolicy.records import Batch, Row, StepReport
 from nearpolicy.roles import Weights
@@ -215,7 +215,10 @@ class LearnerRanks:
         """Fresh ranks, where the lost ones were."""
         await self.start()
         if self._lost_at is not None:
-            await self.bring_back(self._lost_at)
+            try:
+                await self.bring_back(self._lost_at)
+            except RunFolderError as error:  # other bits than those recorded: a resume makes another lineage of them
+                raise LearnerLost(f"the learner is lost, and cannot come back here: {error}") from error
         self._are_lost, self._lost_at, self._shipped = False, None, ()
 
 

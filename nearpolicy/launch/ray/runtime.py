@@ -76,7 +76,7 @@ class RayRuntime:
         return self._config.learner.ranks
 
     def _process(self, role: str, place: int) -> Any:
-        return self._cluster.process(self._rooms.of[role][place])
+        return self._cluster.process(self._rooms.of[role][place], role)
 
     async def _connected(self) -> Cluster:
         async with self._connecting:
