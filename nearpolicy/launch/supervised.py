@@ -44,6 +44,8 @@ class Supervised:
     def __init__(self, session: Session) -> None:
         self.session = session
         """The one at work: whoever wants to stop the run stops this one."""
+        self.sessions = 1
+        """So far."""
         self._steps: int | None = None
         """In the record when the last session was lost."""
         self._losses = 0
@@ -69,6 +71,7 @@ class Supervised:
             ) from error
         how = "beginning anew" if steps is None else f"going on from the record of {count(steps, 'step')}"
         lost.say(f"{error}. {how[0].upper()}{how[1:]} (loss {self._losses}; at most {MOST} without a new step)")
+        self.sessions += 1
         return replace(lost, resumes=steps is not None, begun=False, opening=False)
 
 

@@ -150,7 +150,11 @@ class SessionInActor(Session):
             cluster = await Cluster.connect(runtime, self._needed())
             closing.push_async_callback(cluster.close)
             actor = cluster.controller()
-            place: Place = await self._begun(actor.here.remote(), "to begin")
+            try:
+                place: Place = await self._begun(actor.here.remote(), "to begin")
+            except ConfigError:
+                cluster.kill(actor)  # nobody there could be asked to rest
+                raise
             require_same_versions([place])
             folder = None if self.folder is None else self.folder.path
             host = ControllerHost, self.config, folder, self.resumes, self.functions
