@@ -56,7 +56,9 @@ class Supervised:
             try:
                 return run_session(self.session)
             except LOST as error:
-                self.session = self._next(self.session, error)
+                lost = self.session
+                self.session = self._next(lost, error)
+                self.session.stop_requested |= lost.stop_requested  # asked for in the meantime
 
     def _next(self, lost: Session, error: NearpolicyError) -> Session:
         """A session in the place of the one that was lost; raises ``error`` if there shall be none."""

@@ -26,8 +26,9 @@ LOADED_BY_ACTORS = (
     "transformers.integrations.finegrained_fp8", "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto", "transformers.models.llama.modeling_llama",
     "nearpolicy.launch.session", "nearpolicy.launch.build", "nearpolicy.launch.diagnosis",
-    "nearpolicy.launch.ray.hosts", "nearpolicy.launch.ray.transports", "nearpolicy.generator.host",
-    "nearpolicy.learner.parallel", "nearpolicy.learner.checkpoint", "nearpolicy.sync.shipping",
+    "nearpolicy.launch.ray.controller", "nearpolicy.launch.ray.hosts", "nearpolicy.launch.ray.transports",
+    "nearpolicy.generator.host", "nearpolicy.learner.parallel", "nearpolicy.learner.checkpoint",
+    "nearpolicy.sync.shipping",
 )  # fmt: skip
 OF_RAY = ("ray", "ray.util.placement_group", "ray._private.async_compat", "ray._private.runtime_env.setup_hook")
 WAITS_S = 60.0

@@ -3,4 +3,5 @@
 cluster     connection, room, actors             runtime     the roles of one run, as the session wants them
 hosts       what runs inside an actor            learner     ranks of the learner, as one place
 calls       questions and answers in bunches     generators, verifiers     members and pools as one role
+controller  the session itself in an actor
 """

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from nearpolicy.config import RunConfig
-from nearpolicy.errors import ConfigError, ControllerLost, RunFolderError, described
+from nearpolicy.errors import ConfigError, ControllerLost, RunFolderError
 from nearpolicy.launch.ray.calls import Answer, Place, answered, here, require_same_versions
 from nearpolicy.launch.ray.cluster import Cluster, require_nothing_left
 from nearpolicy.launch.session import Session, run_session
@@ -200,6 +200,8 @@ class SessionInActor(Session):
         """From the beginning of the session to its end."""
         stopped = asyncio.Event()
         self._driving = asyncio.get_running_loop(), stopped
+        if self.stop_requested:  # before there was anybody to tell
+            stopped.set()
         running = asyncio.ensure_future(_of_actor(actor.do.remote("run")))
         stopping = asyncio.ensure_future(self._pass_on(stopped, actor))
         try:
@@ -251,4 +253,5 @@ async def _of_actor(answer: Awaitable[Any]) -> Any:
     except RayTaskError:
         raise
     except RayError as error:
-        raise ControllerLost(f"the controller is lost: {described(error, 200)}") from error
+        why = str(error).strip().splitlines()  # what happened comes last, behind all of the actor's names
+        raise ControllerLost(f"the controller is lost: {why[-1] if why else type(error).__name__}") from error

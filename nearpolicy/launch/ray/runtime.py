@@ -1,6 +1,7 @@
 """The roles of one run as actors: started in the order the session asks for, watched, and ended with the run.
 
-    controller (this process)   pipeline, queue, environments, store, telemetry: the data flow, and the only writer
+    controller (this process)   pipeline, queue, environments, store, telemetry: the data flow, and the only writer; the
+                                process that was started, or an actor
     actor of a generator        an engine and its thread; a lost one is started again, and joins once it has shown the
                                 present weights
     actor of a learner's rank   a rank; if one dies all begin anew, from the record
