@@ -57,6 +57,15 @@ class StandstillError(NearpolicyError):
     """A named wait ran past its bound; the message says who waits for whom."""
 
 
+class RecordLost(NearpolicyError):
+    """The process that writes the record has died. The session ends; what was committed is kept, and another session
+    goes on from there."""
+
+
+class ControllerLost(NearpolicyError):
+    """The actor that a session ran in has died, or its node has. What was recorded is kept."""
+
+
 class EngineError(NearpolicyError):
     """The generator cannot go on (not: one request failed, which is data)."""
 

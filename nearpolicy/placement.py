@@ -25,6 +25,11 @@ class RuntimeConfig(ConfigModel):
     address: str | None = Field(None, min_length=1, max_length=300)
     """With `ray`: `HOST:PORT` of a cluster's head node, or `auto` for the cluster that this machine belongs to. Left
     out: a Ray of its own is started here, and ended with the run."""
+    controller: Literal["driver", "actor"] = "driver"
+    """With `ray`: where the run itself lives, its loop and its record. `driver`: in the process that was started.
+    `actor`: in an actor of the cluster, which takes one CPU; if its process or its node dies another one goes on from
+    the record, at most three times without a new step. The folder that the run is started from, and `run.dir`, must
+    then be reachable by the same path from every node."""
     start_timeout_s: Seconds = 300.0
     """With `ray`: bound on each step of the start: connecting, room for the actors, loading the model."""
     silence_s: Seconds = 60.0
@@ -86,6 +91,8 @@ class RuntimeConfig(ConfigModel):
 
 Resources = Mapping[str, float]
 """CPU and GPU -> how many."""
+OF_CONTROLLER: Resources = {"CPU": 1.0}
+"""What an actor of the controller takes, beside all bundles."""
 
 
 @dataclass(frozen=True, slots=True)

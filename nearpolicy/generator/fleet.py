@@ -28,7 +28,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nearpolicy.errors import ConfigError, EngineError, NearpolicyError, SyncError, UserError, described
+from nearpolicy.errors import ConfigError, EngineError, NearpolicyError, RecordLost, SyncError, UserError, described
 from nearpolicy.generator.dispatch import Dispatch
 from nearpolicy.generator.host import ended, weakest
 from nearpolicy.generator.usage import Usage
@@ -679,10 +679,10 @@ class Link:
         self._tasks = [loop.create_task(self._talk(what), name=f"{name} {self.member.name}") for what, name in talking]
 
     async def _talk(self, what: Callable[[], Any]) -> None:
-        """Until it ends; an error is the member's, unless it is one that a person can repair: that ends the run."""
+        """Until it ends; an error is the member's, unless it is the record's, or one that a person can repair."""
         try:
             await what()
-        except UserError as error:
+        except (UserError, RecordLost) as error:
             self._fleet._end(error)
         except Exception as error:
             self._fleet.lost(self, described(error))

@@ -16,7 +16,7 @@ from nearpolicy.launch.placement_sizes import (
 from nearpolicy.launch.sizes import LIBRARIES_MB, ModelShape, memory_warning
 from nearpolicy.launch.words import count
 from nearpolicy.machine import num_cores
-from nearpolicy.placement import Resources, Rooms
+from nearpolicy.placement import OF_CONTROLLER, Resources, Rooms
 
 Lines = Iterator[tuple[str, str]]
 
@@ -60,8 +60,12 @@ def _placement(config: RunConfig, shape: ModelShape | None) -> Lines:
         yield "verifiers", f"{runtime.verifiers}, each 1 CPU and {count(config.verifier.workers, 'worker')}{most}"
     else:
         yield "verifiers", f"{count(config.verifier.workers, 'worker')} beside the controller"
-    yield "controller", "the process that is started: queue, telemetry; no place of its own"
-    yield "record", "an actor beside the controller; no place of its own either"
+    if runtime.controller == "actor":
+        holds = f"{_named(OF_CONTROLLER)} on any node, which must see the run folder"
+        yield "controller", f"an actor, {holds}; another one goes on from the record if it dies"
+    else:
+        yield "controller", "the process that is started: queue, telemetry; no place of its own"
+    yield "record", "an actor beside the controller; no place of its own"
     largest = max(rooms.bundles, key=lambda bundle: (bundle.get("GPU", 0), bundle.get("CPU", 0)))
     yield (
         "together",

@@ -92,6 +92,8 @@ class Session:
     """Of the steps that a warm start has made which goes on."""
     opening: bool = False
     """The folder is being taken, and is not yet sure to be given back: not a moment to be interrupted in."""
+    _life: asyncio.Task[Any] | None = field(default=None, init=False)
+    """That `train` runs in."""
 
     def stop(self) -> None:
         """End after the step in progress, and leave an evaluation at once. From any thread, or a signal's handler."""
@@ -99,10 +101,17 @@ class Session:
         if self._asking is not None:
             self._asking.get_loop().call_soon_threadsafe(self._asking.cancel)
 
+    def leave(self) -> None:
+        """End at once, with nothing kept, if the run has not begun; else as `stop` does. From any thread."""
+        self.stop()
+        if not self.begun and not self.opening and self._life is not None:
+            self._life.get_loop().call_soon_threadsafe(self._life.cancel)
+
     async def train(self) -> dict[str, Any]:
         """Run to the end; returns the summary that was written."""
         self._started = time.monotonic()
         self._evaluation_s = 0.0
+        self._life = asyncio.current_task()
         async with AsyncExitStack() as closing:  # what was opened last is closed first, after an error too
             self.runtime: Runtime = runtime_of(self.config, self.functions, self.say)
             closing.push_async_callback(self.runtime.close)

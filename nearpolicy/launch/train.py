@@ -16,6 +16,7 @@ from nearpolicy.visible import visible
 if TYPE_CHECKING:
     from nearpolicy.config import RunConfig
     from nearpolicy.launch.session import Session
+    from nearpolicy.launch.supervised import Supervised
     from nearpolicy.store.folder import RunFolder
 
 
@@ -30,8 +31,8 @@ def command(
     """Train a recipe; writes a run folder. Ctrl-C ends after the step in progress, twice at once."""
     from nearpolicy.launch.check import refuse
     from nearpolicy.launch.report import write_report
-    from nearpolicy.launch.session import Session, run_session
     from nearpolicy.launch.sizes import memory_warning
+    from nearpolicy.launch.supervised import Supervised, session_of
     from nearpolicy.launch.words import place
 
     config, folder = _asked_for(recipe, overrides or [], resume)
@@ -39,14 +40,14 @@ def command(
     if shape is not None and (warning := memory_warning(config, shape)) is not None:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     watch = StepLine(config.run.steps)
-    session = Session(config=config, folder=folder, resumes=folder is not None, say=_say, on_step=watch)
-    obey(partial(_interrupted, session))
-    summary = run_session(session)
-    assert session.folder is not None  # made by then
-    report = write_report(session.folder.path)
+    run = Supervised(session_of(config=config, folder=folder, resumes=folder is not None, say=_say, on_step=watch))
+    obey(partial(_interrupted, run))
+    summary = run.run()
+    assert run.session.folder is not None  # made by then
+    report = write_report(run.session.folder.path)
     print(closing_words(summary))
     print(f"report: {place(report)}")
-    if session.stop_requested:
+    if run.session.stop_requested:
         sys.exit(INTERRUPTED)
 
 
@@ -89,10 +90,11 @@ def _say(text: str) -> None:
     print(visible(text), flush=True)
 
 
-def _interrupted(session: Session) -> None:
+def _interrupted(run: Supervised) -> None:
     """The first Ctrl-C. Before version 0 is published there is nothing that would be worth waiting for."""
     from nearpolicy.launch.session import NOTHING_CHANGED
 
+    session = run.session
     if not session.begun and not session.opening:
         what = NOTHING_CHANGED if session.resumes else "stopping before the first step; nothing is kept"
         leave(f"{what} (press Ctrl-C again to stop at once)")

@@ -17,8 +17,9 @@ from nearpolicy.config import config_from_dict
 from nearpolicy.errors import ConfigError, DataError, UserError
 from nearpolicy.launch.check import load_data, refuse
 from nearpolicy.launch.interrupts import first_of_a_script
-from nearpolicy.launch.session import NOTHING_KEPT, Session, run_session
+from nearpolicy.launch.session import NOTHING_KEPT
 from nearpolicy.launch.sizes import memory_warning
+from nearpolicy.launch.supervised import Supervised, session_of
 from nearpolicy.launch.train import StepLine, end_soon
 from nearpolicy.machine import prepare_environment, prepared_too_late
 from nearpolicy.store.folder import create_run_folder
@@ -89,22 +90,24 @@ class Trainer:
         The first Ctrl-C ends the run after the step in progress and saves it: the summary then says ``stopped``, and
         the program goes on. Before the first step, and at the second one, it is a KeyboardInterrupt.
         """
-        session = Session(
+        session = session_of(
             config=self.config,
             folder=self.folder,
             functions=self._functions,
             on_step=StepLine(self.config.run.steps),
         )
-        with first_of_a_script(partial(_interrupted, session)):
-            return run_session(session)
+        run = Supervised(session)
+        with first_of_a_script(partial(_interrupted, run)):
+            return run.run()
 
     @property
     def run_dir(self) -> Path:
         return self.folder.path
 
 
-def _interrupted(session: Session) -> None:
+def _interrupted(run: Supervised) -> None:
     """The first Ctrl-C; without a step there is nothing that would be worth waiting for."""
+    session = run.session
     if not session.begun and not session.opening:
         raise KeyboardInterrupt(NOTHING_KEPT)
     end_soon(session)

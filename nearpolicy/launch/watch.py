@@ -12,6 +12,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import platform
 import signal
 import threading
 import time
@@ -93,6 +94,7 @@ class Watch:
     def status(self) -> dict[str, Any]:
         now = time.monotonic()
         return {
+            "node": platform.node(),
             "pid": os.getpid(),
             "wall": time.time(),
             "step": self.step,

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import platform
 import signal
 import time
 from collections.abc import Mapping
@@ -67,8 +68,9 @@ def living(run: Path, status: Mapping[str, Any]) -> list[str]:
     lines.append("where tasks of the event loop stand:")
     lines += [f"  {task['count']} at {task['at']}" for task in status["tasks"]]
     lines.append("threads:")
-    lines += [f"  {line}" for line in stacks(run, status["pid"])]
-    return lines
+    if status["node"] != platform.node():
+        return [*lines, f"  ask on {status['node']}, where the process is"]
+    return [*lines, *(f"  {line}" for line in stacks(run, status["pid"]))]
 
 
 def stacks(run: Path, pid: int) -> list[str]:

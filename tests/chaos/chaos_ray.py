@@ -2,9 +2,9 @@
 
     python tests/chaos/chaos_ray.py [--kills 50] [--seed 0] [--keep FOLDER]
 
-Generators, ranks of the learner and verifiers are actors; any of them may die at any moment after the first weights are
-published, also while another one is coming back. A run that cannot go on by itself is taken up. The last line is one
-JSON object with the counts; exit status 1 if a promise was broken.
+Generators, ranks of the learner, verifiers and, where a setting says so, the controller are actors; any of them may die
+at any moment after the first weights are published, also while another one is coming back. A run that cannot go on by
+itself is taken up. The last line is one JSON object with the counts; exit status 1 if a promise was broken.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "ray
 import chaos  # noqa: E402
 
 from nearpolicy.errors import ConfigError, SyncError, VerifierError  # noqa: E402
-from nearpolicy.launch.ray.learner import LearnerLost  # noqa: E402
+from nearpolicy.launch.supervised import LOST  # noqa: E402
 
 STEPS = 8
 ON_RAY = (
@@ -37,6 +37,7 @@ ON_RAY = (
 )  # fmt: skip
 SETTINGS: dict[str, tuple[str, ...]] = {
     "synchronous": ("queue.max_staleness=0",),
+    "controller": ("queue.max_staleness=0", "runtime.controller=actor"),
     "two ranks": ("queue.max_staleness=0", "learner.ranks=2", "runtime.rank_timeout_s=60"),
     "ahead": ("queue.max_staleness=2", "generator.on_sync=continue"),
     "ready": ("queue.max_staleness=2", "queue.order=ready", "runtime.verifiers=2"),
@@ -48,7 +49,10 @@ SETTINGS: dict[str, tuple[str, ...]] = {
         "queue.max_staleness=0", "monitors=[{metric: policy/grad_norm, above: 3.6, action: rollback, most: 99}]",
     ),
 }  # fmt: skip
-EXACT = ("synchronous", "two ranks", "goes back")
+EXACT = {
+    "synchronous": "synchronous", "controller": "synchronous", "two ranks": "two ranks", "goes back": "goes back",
+}  # fmt: skip
+"""Settings that repeat to the bit, and which undisturbed run has the same bits."""
 
 
 @dataclass
@@ -56,41 +60,46 @@ class Tally:
     kills: Counter = field(default_factory=Counter)
     runs: int = 0
     lives: int = 0
+    sessions: int = 0
+    """In all lives together: more, where the run went on by itself from its record."""
     bit_equal: int = 0
     ended: Counter = field(default_factory=Counter)
     """Kinds of errors with which lives ended that were taken up."""
 
 
 class Killer(threading.Thread):
-    """Kills actors of one session while it runs."""
+    """Kills actors of one run, whichever of its sessions is at work."""
 
-    def __init__(self, session: Any, luck: random.Random, count: int, tally: Tally) -> None:
+    def __init__(self, run: Any, luck: random.Random, count: int, tally: Tally) -> None:
         super().__init__(name="killer", daemon=True)
-        self._session, self._luck, self._count, self._tally = session, luck, count, tally
+        self._run, self._luck, self._count, self._tally = run, luck, count, tally
         self.done = 0
         self.over = threading.Event()
 
     def run(self) -> None:
         while self.done < self._count and not self.over.wait(self._luck.uniform(0.05, 0.8)):
-            if not self._session.begun:
+            if not self._run.session.begun:
                 continue
-            victims = self._victims()
-            kind, actor = victims[self._luck.randrange(len(victims))]
-            if self._is_killed(actor):
-                self._tally.kills[kind] += 1
-                self.done += 1
+            if victims := self._victims():
+                role = self._luck.choice(sorted(victims))
+                if self._is_killed(self._luck.choice(victims[role])):
+                    self._tally.kills[role] += 1
+                    self.done += 1
 
-    def _victims(self) -> list[tuple[str, Any]]:
-        runtime = self._session.runtime
-        found = [("generator", actor) for actor in list(runtime._generators.values())]
-        found += [("rank of the learner", actor) for actor in list(runtime._ranks)]
-        return found + [("verifier", actor) for actor in list(runtime._verifiers.values())]
+    def _victims(self) -> dict[str, list[str]]:
+        """Role -> names of the actors that are there."""
+        import ray
 
-    def _is_killed(self, actor: Any) -> bool:
+        found: dict[str, list[str]] = {}
+        for name in sorted(ray.util.list_named_actors()):
+            found.setdefault(name.split()[1], []).append(name)
+        return found
+
+    def _is_killed(self, name: str) -> bool:
         import ray
 
         try:
-            ray.kill(actor, no_restart=True)
+            ray.kill(ray.get_actor(name), no_restart=True)
         except (ValueError, ray.exceptions.RayError):
             return False
         return not self.over.is_set()
@@ -98,20 +107,23 @@ class Killer(threading.Thread):
 
 def live(settings: tuple[str, ...], luck: random.Random, kills: int, tally: Tally) -> int:
     """One life of the run in this folder, with so many kills; how many there were."""
-    from nearpolicy.launch.session import run_session
+    from nearpolicy.launch.supervised import Supervised, session_of
 
-    session = chaos._session((*ON_RAY, *settings))
-    killer = Killer(session, luck, kills, tally)
+    began = chaos._session((*ON_RAY, *settings))
+    given = {name: getattr(began, name) for name in ("config", "folder", "say", "resumes")}
+    run = Supervised(session_of(**given))
+    killer = Killer(run, luck, kills, tally)
     killer.start()
     tally.lives += 1
     try:
-        run_session(session)
-    except (LearnerLost, VerifierError, ConfigError, SyncError) as error:  # killed again and again while it came back
+        run.run()
+    except (*LOST, VerifierError, ConfigError, SyncError) as error:  # killed again and again while it came back
         tally.ended[type(error).__name__] += 1
         print(f"   this life ended: {error}", flush=True)
     finally:
         killer.over.set()
         killer.join()
+        tally.sessions += run.sessions
     return killer.done
 
 
@@ -152,11 +164,12 @@ def disturbed(base: Path, kills: int, seed: int) -> Tally:
     names = list(SETTINGS)
     while (left := kills - sum(tally.kills.values())) > 0:
         name = names[tally.runs % len(names)]
-        if name in EXACT and name not in undisturbed:
-            undisturbed[name] = chaos.fingerprints(run(base, name, luck, 0, tally))
+        alike = EXACT.get(name)
+        if alike and alike not in undisturbed:
+            undisturbed[alike] = chaos.fingerprints(run(base, alike, luck, 0, tally))
         folder = run(base, name, luck, min(left, luck.randint(3, 5)), tally)
-        if name in EXACT:
-            if chaos.fingerprints(folder) != undisturbed[name]:
+        if alike:
+            if chaos.fingerprints(folder) != undisturbed[alike]:
                 raise chaos.Broken(f"{folder} ({name}): other weights than those of the undisturbed run")
             tally.bit_equal += 1
         tally.runs += 1
@@ -171,6 +184,7 @@ def as_json(tally: Tally, seconds: float) -> dict[str, Any]:
         "of": dict(tally.kills),
         "runs": tally.runs,
         "lives": tally.lives,
+        "sessions": tally.sessions,
         "lives_ended_by": dict(tally.ended),
         "final_weights_compared_and_equal": tally.bit_equal,
         "lost_groups": 0,
@@ -189,19 +203,15 @@ def main() -> None:
     base = (arguments.keep or Path(tempfile.mkdtemp(prefix="nearpolicy-chaos-ray-"))).resolve()
     base.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("NEARPOLICY_CACHE", str(base / "cache"))
-    from warm_actors import WarmCluster, begin_ray
+    from forked_workers import begun_ray
 
-    import nearpolicy.launch.ray.runtime as runtime
-
-    runtime.Cluster = WarmCluster
-    ray, begin = begin_ray(), time.monotonic()
+    begin = time.monotonic()
     try:
-        tally = disturbed(base, arguments.kills, arguments.seed)
+        with begun_ray():
+            tally = disturbed(base, arguments.kills, arguments.seed)
     except chaos.Broken as error:
         print(f"broken with --seed {arguments.seed}: {error}", flush=True)
         sys.exit(1)
-    finally:
-        ray.shutdown()
     os.chdir("/")
     shutil.rmtree(base, ignore_errors=True)
     print(json.dumps(as_json(tally, time.monotonic() - begin)))

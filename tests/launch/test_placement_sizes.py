@@ -209,6 +209,12 @@ def test_check_of_a_local_run_with_ray_says_who_lives_where(capsys):
     assert "\nmemory\n" not in out
 
 
+def test_check_says_where_the_controller_lives(capsys):
+    assert "the process that is started" in told(capsys, str(RECIPES / "tiny.yaml"), "runtime=ray")
+    out = told(capsys, str(RECIPES / "tiny.yaml"), "runtime={kind: ray, controller: actor}")
+    assert "an actor, 1 CPU on any node, which must see the run folder" in out
+
+
 def test_check_without_the_model_says_where_roles_live_all_the_same(capsys):
     out = told(capsys, str(RECIPES / "tiny.yaml"), "runtime=ray", "model={path: someone/some-model}")
     assert "placement\n" in out and "unknown until the model is fetched from the hub" in out

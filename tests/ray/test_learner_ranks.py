@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
-from nearpolicy.errors import ConfigError, StandstillError
+from nearpolicy.errors import ConfigError, RunFolderError, StandstillError
 from nearpolicy.launch.ray.calls import Answer
 from nearpolicy.launch.ray.learner import MOST_LOSSES, LearnerLost, LearnerRanks
 from nearpolicy.launch.ray.parcels import received
@@ -155,6 +155,22 @@ def test_ranks_that_die_of_every_try_end_the_run():
 
     playing(scene, story)
     assert len(scene.said) == MOST_LOSSES
+
+
+def test_ranks_that_come_back_with_other_bits_are_lost_to_this_session():
+    """A resume has a way: it makes another lineage of them."""
+    scene = Scene(2)
+
+    async def other_bits(version: int) -> None:
+        raise RunFolderError(f"version {version} learned again is not the recorded one to the bit")
+
+    async def story() -> None:
+        await scene.learner.call(advance)
+        scene.learner.bring_back = other_bits
+        with pytest.raises(LearnerLost, match="not the recorded one to the bit"):
+            await scene.learner.call(look)
+
+    playing(scene, story)
 
 
 def test_an_error_of_a_call_is_not_a_death():

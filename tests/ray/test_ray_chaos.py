@@ -25,4 +25,4 @@ def test_ten_actors_are_killed_and_runs_end_as_undisturbed_ones_do(actors, tmp_p
 def test_fifty_actors_are_killed(actors, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tally = killed(tmp_path, 50, seed=5)
-    assert {"generator", "rank of the learner", "verifier"} <= tally.kills.keys()
+    assert {"generator", "learner", "verifier", "controller"} <= tally.kills.keys()

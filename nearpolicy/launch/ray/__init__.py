@@ -4,4 +4,5 @@ cluster     connection, room, actors             runtime     the roles of one ru
 hosts       what runs inside an actor            learner     ranks of the learner, as one place
 calls       questions and answers in bunches     generators, verifiers     members and pools as one role
 record      the writer of the run's store
+controller  the session itself in an actor
 """

@@ -84,6 +84,8 @@ class Place:
     """Ray's name of it."""
     pid: int
     versions: dict[str, str]
+    actor_id: str | None = None
+    """Ray's name of the actor; None in a driver."""
     free_mb: float | None = None
     """Main memory that the node could give."""
     gpus: tuple[str, ...] = ()
@@ -108,6 +110,7 @@ def here() -> Place:
         node_id=node_id,
         pid=os.getpid(),
         versions=versions,
+        actor_id=ray.get_runtime_context().get_actor_id(),
         free_mb=available_memory_mb(),
         gpus=gpus,
         free_gpu_mb=_free_gpu_mb() if gpus else None,

@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import threading
+import uuid
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ from nearpolicy.errors import ConfigError, described
 from nearpolicy.launch.ray.hosts import Process
 from nearpolicy.launch.ray.record import start_record_actor
 from nearpolicy.machine import num_cores
-from nearpolicy.placement import Resources, Room, RuntimeConfig
+from nearpolicy.placement import OF_CONTROLLER, Resources, Room, RuntimeConfig
 from nearpolicy.waits import waiting
 
 T = TypeVar("T")
@@ -31,6 +32,9 @@ REST_S = 10.0
 WHAT_RAY_SAID = "what Ray has printed says why, if it knows: a token of another cluster, say (RAY_AUTH_TOKEN)"
 PROBE_S = 10.0
 """For a connection to a cluster's address, and for a first word from it."""
+LOOKS_EVERY_S = 0.1
+"""For what is to end."""
+_DRIVER = "driver"
 HTTP2_SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """A frame of settings, with none in it. Both sides of a gRPC connection begin with one."""
 HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + HTTP2_SETTINGS
@@ -89,7 +93,7 @@ class Cluster:
         """All bundles or none."""
         from ray.util.placement_group import placement_group
 
-        group = placement_group([dict(bundle) for bundle in bundles], strategy="PACK")
+        group = placement_group([dict(bundle) for bundle in bundles], strategy="PACK", name=_own_name("room"))
         self._bundles = {number: (group, number) for number in range(len(bundles))}
         what = f"room for {len(bundles)} actors"
         with waiting("the run", what):
@@ -99,7 +103,7 @@ class Cluster:
         """One more bundle, whenever the cluster has room for it."""
         from ray.util.placement_group import placement_group
 
-        group = placement_group([dict(bundle)])
+        group = placement_group([dict(bundle)], name=_own_name("room"))
         self._bundles[number] = group, 0
         await _done(group.ready())
 
@@ -110,23 +114,23 @@ class Cluster:
         left = " and ".join(f"{amount:g} {name}" for name, amount in sorted(free.items())) or "nothing"
         return f"free at the moment: {left}. Other runs hold the rest, or no node has one bundle's share by itself"
 
-    def process(self, room: Room) -> Any:
+    def process(self, room: Room, role: str) -> Any:
         """An actor that takes its share of a bundle. Ray does not start it again: who comes back must first show its
         weights."""
-        import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         group, place = self._bundles[room.bundle]
-        made = (
-            ray.remote(Process)
-            .options(
-                num_cpus=room.cpus,
-                num_gpus=room.gpus,
-                max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place),
-            )
-            .remote()
-        )
+        where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place)
+        return self._made(role, num_cpus=room.cpus, num_gpus=room.gpus, scheduling_strategy=where)
+
+    def controller(self) -> Any:
+        """An actor on any node that has room for it."""
+        return self._made("controller", num_cpus=OF_CONTROLLER["CPU"])
+
+    def _made(self, role: str, **options: Any) -> Any:
+        import ray
+
+        made = ray.remote(Process).options(name=_own_name(role), max_restarts=0, **options).remote()
         self._actors.append(made)
         return made
 
@@ -184,6 +188,47 @@ class Cluster:
             self.is_own = False
             await asyncio.to_thread(ray.shutdown)
         self._ended.set()
+
+
+def _own_name(role: str) -> str:
+    """Of what this process begins: it tells whose it is, once the process is dead."""
+    import ray
+
+    return f"{ray.get_runtime_context().get_actor_id() or _DRIVER}: {role} {uuid.uuid4().hex[:8]}"
+
+
+async def require_nothing_left(actor_id: str, limit_s: float) -> None:
+    """End what the actor, which is dead, had begun; `ConfigError` if something is still there after so long."""
+    import ray
+    from ray.util.placement_group import get_placement_group, placement_group_table, remove_placement_group
+
+    def rooms() -> list[str]:
+        found = placement_group_table().values()
+        return [group["name"] for group in found if is_its(group["name"]) and group["state"] != "REMOVED"]
+
+    def is_its(name: str) -> bool:
+        return name.startswith(f"{actor_id}: ")
+
+    def left() -> list[str]:
+        return [*filter(is_its, ray.util.list_named_actors()), *rooms()]
+
+    for name in filter(is_its, ray.util.list_named_actors()):
+        with contextlib.suppress(ValueError):  # gone in the meantime
+            ray.kill(ray.get_actor(name), no_restart=True)
+    for name in rooms():
+        with contextlib.suppress(ValueError):
+            remove_placement_group(get_placement_group(name))
+    try:
+        with waiting("the run", "actors of the lost controller to end"):
+            async with asyncio.timeout(limit_s):
+                while left():
+                    await asyncio.sleep(LOOKS_EVERY_S)
+    except TimeoutError:
+        names = ", ".join(name.partition(": ")[2] for name in left())
+        raise ConfigError(
+            f"{names} of the lost controller: still there after {limit_s:g} s (runtime.start_timeout_s). End the job, "
+            "then `nearpolicy train --resume`"
+        ) from None
 
 
 def imported_ray() -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from nearpolicy.errors import RecordLost
 from nearpolicy.generator.wire import unpack_told
 from nearpolicy.launch.ray.parcels import sent
 from nearpolicy.roles import Capabilities, Placed, Told, Weights
@@ -27,7 +28,15 @@ class GeneratorMember:
         await self.actor.do.remote("abort_many", tickets)
 
     async def collect(self, spacing_s: float) -> Told:
-        return unpack_told(*await self.actor.do.remote("collect", spacing_s))
+        from ray.exceptions import RayTaskError
+
+        try:
+            head, parcel = await self.actor.do.remote("collect", spacing_s)
+        except RayTaskError as error:
+            if isinstance(error.cause, RecordLost):  # nothing is wrong with this one
+                raise error.cause from None
+            raise
+        return unpack_told(head, parcel)
 
     async def pause(self) -> None:
         await self.actor.do.remote("pause")

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from nearpolicy.errors import ConfigError, NearpolicyError, StandstillError, described
+from nearpolicy.errors import ConfigError, NearpolicyError, RunFolderError, StandstillError, described
 from nearpolicy.launch.ray.calls import Answer
 from nearpolicy.launch.ray.parcels import sent
 from nearpolicy.launch.ray.used import rows_told
@@ -206,7 +206,10 @@ class LearnerRanks:
         """Fresh ranks, where the lost ones were."""
         await self.start()
         if self._lost_at is not None:
-            await self.bring_back(self._lost_at)
+            try:
+                await self.bring_back(self._lost_at)
+            except RunFolderError as error:  # other bits than those recorded: a resume makes another lineage of them
+                raise LearnerLost(f"the learner is lost, and cannot come back here: {error}") from error
         self._are_lost, self._lost_at, self._shipped = False, None, ()
 
 

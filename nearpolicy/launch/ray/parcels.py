@@ -8,11 +8,14 @@ outlives the generator that said it. The keeper's node holds the bytes; they go 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from nearpolicy.errors import RecordLost
 from nearpolicy.messages import Message, pack, unpack
 
 PARCELS = "parcels"
@@ -42,7 +45,8 @@ class Keeper:
         """None if there is nothing to keep."""
         if not data:
             return None
-        [reference] = await self._actor.keep.options(concurrency_group=PARCELS).remote(data)
+        with _losses_named():
+            [reference] = await self._asked(data)
         return RayParcel(reference)
 
     def keep_now(self, data: bytes) -> RayParcel | None:
@@ -51,8 +55,22 @@ class Keeper:
 
         if not data:
             return None
-        [reference] = ray.get(self._actor.keep.options(concurrency_group=PARCELS).remote(data))
+        with _losses_named():
+            [reference] = ray.get(self._asked(data))
         return RayParcel(reference)
+
+    def _asked(self, data: bytes) -> Any:
+        return self._actor.keep.options(concurrency_group=PARCELS).remote(data)
+
+
+@contextlib.contextmanager
+def _losses_named() -> Iterator[None]:
+    from ray.exceptions import RayError
+
+    try:
+        yield
+    except RayError as error:
+        raise RecordLost(f"the record's actor, which keeps the tokens of the run, has died: {error}") from error
 
 
 def kept(data: bytes) -> list[Any]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from nearpolicy.errors import ConfigError, NearpolicyError, StandstillError, described
+from nearpolicy.errors import ConfigError, NearpolicyError, RecordLost, StandstillError, described
 from nearpolicy.launch.ray.calls import Answer, answered
 from nearpolicy.launch.ray.parcels import PARCELS, Sent, as_sent, kept, received
 from nearpolicy.store.calls import Said
@@ -31,10 +31,6 @@ LOCK_WITHIN_S = 10.0
 """An actor that was killed, or whose controller was, may take a moment to end, and has the folder until then."""
 GRACE_S = 10.0
 """How much longer than a commit may take an answer is waited for: the actor itself knows better what hangs."""
-
-
-class RecordLost(NearpolicyError):
-    """The actor of the record has died; what was committed is there, and the run can be taken up from it."""
 
 
 @dataclass(frozen=True, slots=True)

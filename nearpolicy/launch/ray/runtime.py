@@ -1,7 +1,9 @@
 """The roles of one run as actors: started in the order the session asks for, watched, and ended with the run.
 
-    controller (this process)   pipeline, queue, environments, telemetry: the data flow
-    actor of the record         the only writer of the run's store; if it dies the run ends, and is taken up from there
+    controller (this process)   pipeline, queue, environments, telemetry: the data flow; the process that was started, or
+                                an actor
+    actor of the record         the only writer of the run's store, and keeper of its tokens; if it dies another session
+                                goes on from what it had committed
     actor of a generator        an engine and its thread; a lost one is started again, and joins once it has shown the
                                 present weights
     actor of a learner's rank   a rank; if one dies all begin anew, from the record
@@ -83,7 +85,7 @@ class RayRuntime:
         return self._config.learner.ranks
 
     def _process(self, role: str, place: int) -> Any:
-        return self._cluster.process(self._rooms.of[role][place])
+        return self._cluster.process(self._rooms.of[role][place], role)
 
     async def _connected(self) -> Cluster:
         async with self._connecting:
