@@ -1,7 +1,7 @@
 """The roles of one run as actors: started in the order the session asks for, watched, and ended with the run.
 
-    controller (this process)   pipeline, queue, environments, telemetry: the data flow; the process that was started, or
-                                an actor
+    controller (this process)   pipeline, queue, environments, telemetry: the data flow; that which was started, or an
+                                actor
     actor of the record         the only writer of the run's store, and keeper of its tokens; if it dies another session
                                 goes on from what it had committed
     actor of a generator        an engine and its thread; a lost one is started again, and joins once it has shown the
