@@ -131,7 +131,10 @@ class Fleet:
         self._tickets = 0
         self._flush_planned = False
         self._arrivals, self._flush_by = 0, 0.0
-        self._is_paused = False
+        self._stilled: Callable[[Member], Awaitable[None]] | None = None
+        """What members were told that are to sample nothing."""
+        self._stilling = asyncio.Lock()
+        """They are told one thing after the other."""
         self._error: NearpolicyError | None = None
         self._last_loss = ""
         self._promised: Capabilities | None = None
@@ -251,18 +254,28 @@ class Fleet:
 
     async def pause(self) -> None:
         """What has not gone out waits here; a member that is lost meanwhile samples nothing that counts."""
-        self._is_paused = True
-        await self._all_answer(lambda member: member.pause())
+        await self._still(lambda member: member.pause())
 
     async def sleep(self) -> None:
         """As `pause`, and members give the memory of keys and values back."""
-        self._is_paused = True
-        await self._all_answer(lambda member: member.sleep())
+        await self._still(lambda member: member.sleep())
 
     async def resume(self) -> None:
-        self._is_paused = False
-        await self._all_answer(lambda member: member.resume())
+        self._stilled = None
+        async with self._stilling:
+            await self._all_answer(lambda member: member.resume())
         self._plan_flush()
+
+    async def _still(self, how: Callable[[Member], Awaitable[None]]) -> None:
+        self._stilled = how
+        async with self._stilling:
+            await self._all_answer(how)
+
+    async def as_still_as_others(self, link: Link) -> None:
+        """For a member that has joined while the others pause or sleep."""
+        async with self._stilling:
+            if self._stilled is not None and link.is_there:
+                await link.ask(self._stilled(link.member))
 
     async def _all_answer(self, call: Callable[[Member], Awaitable[None]]) -> None:
         """Every member that is there; one that is lost meanwhile samples nothing more."""
@@ -334,7 +347,7 @@ class Fleet:
             loop.call_soon(self._flush_unless_more_comes, self._arrivals)
             return
         self._flush_planned = False
-        if self._is_paused:
+        if self._stilled is not None:
             return
         try:
             self._flush()

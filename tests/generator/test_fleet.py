@@ -76,6 +76,9 @@ class FakeMember:
     async def pause(self):
         self._call("pause")
 
+    async def sleep(self):
+        self._call("sleep")
+
     async def resume(self):
         self._call("resume")
 
@@ -677,3 +680,21 @@ def test_any_history_of_losses_joins_leaves_and_aborts_gives_every_sample_once(s
         assert not stage.fleet._asked and not stage.fleet._lanes
 
     playing(scene)
+
+
+@pytest.mark.parametrize("how", ["pause", "sleep"])
+def test_who_joins_while_others_are_still_is_so_too_until_all_go_on(how):
+    async def play() -> None:
+        first, late = FakeMember("first"), FakeMember("late")
+        fleet = Fleet([first])
+        await getattr(fleet, how)()
+        await fleet.as_still_as_others(fleet.join(late))
+        assert how in late.calls and "resume" not in late.calls
+        await fleet.resume()
+        assert late.calls.index(how) < late.calls.index("resume")
+        latest = FakeMember("latest")
+        await fleet.as_still_as_others(fleet.join(latest))
+        assert how not in latest.calls
+        await fleet.close()
+
+    asyncio.run(play())

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from nearpolicy.launch.ray.calls import Answer, Place, require_same_versions
 from nearpolicy.launch.ray.cluster import Cluster
 from nearpolicy.launch.ray.generators import GeneratorMember
 from nearpolicy.launch.ray.hosts import GeneratorHost, LearnerHost, Loaded, VerifierHost
+from nearpolicy.launch.ray.joining import Joining, name_of
 from nearpolicy.launch.ray.learner import LearnerRanks
 from nearpolicy.launch.ray.memory import require_memory
 from nearpolicy.launch.ray.parcels import Keeper
@@ -51,8 +52,6 @@ if TYPE_CHECKING:
     from nearpolicy.sync.publisher import Publisher
 
 
-LONGEST_PAUSE_S = 60.0
-"""Between two tries to start a generator."""
 LOOKS_EVERY_S = 0.2
 """For a generator, while none is there."""
 
@@ -67,6 +66,7 @@ class RayRuntime:
         self._folder = os.getcwd()
         generators = {"replicas": config.generator.replicas, "most_replicas": config.generator.most}
         self._rooms = Rooms.of_roles(config.runtime, ranks=config.learner.ranks, **generators)
+        self._shape = model_shape(config.model)
         self._cluster: Cluster | None = None
         self._connecting = asyncio.Lock()
         self._generators: dict[int, Any] = {}
@@ -77,7 +77,7 @@ class RayRuntime:
         self._fleet: Fleet | None = None
         self.publisher: Publisher | None = None
         self._garbage_as_before: Callable[[], None] = lambda: None
-        self._joining: set[asyncio.Task[None]] = set()
+        self._joining: Joining | None = None
         self._said: set[str] = set()
 
     @property
@@ -138,7 +138,7 @@ class RayRuntime:
         )
         require_same_versions(places)
         self._transport, self._places = chosen(self._config, places), places
-        if (shape := model_shape(self._config.model)) is not None:
+        if (shape := self._shape) is not None:
             require_memory(self._config, shape, places[: len(ranks)], places[len(ranks) :], self._transport)
         found = await asyncio.gather(*map(self._load_rank, ranks), *map(self._load_generator, replicas))
         self._settle_numerics(found)
@@ -164,8 +164,8 @@ class RayRuntime:
         return await self._load_there(_rank_name(rank), actor, host)
 
     async def _load_generator(self, place: int) -> Loaded:
-        actor, host = self._generators[place], (GeneratorHost, self._config, _name(place))
-        return await self._load_there(_name(place), actor, host)
+        actor, host = self._generators[place], (GeneratorHost, self._config, name_of(place))
+        return await self._load_there(name_of(place), actor, host)
 
     async def _load_there(self, name: str, actor: Any, host: tuple[Any, ...]) -> Loaded:
         await self._started(f"{name} to begin", actor.become.remote(self._folder, *host))
@@ -244,67 +244,38 @@ class RayRuntime:
             on_event=partial(tell, "sync"),
             on_behind=lambda name, reason: self._say(f"{name} is behind: {reason}"),
         )
-
+        self._joining = Joining(
+            self._fleet, self.publisher, begin=self._new_generator, end=self._end_generator, say=self._say
+        )
         for place in range(config.generator.replicas, config.generator.most):
-            self._keep(self._add(place))
+            bundle = self._rooms.of["generator"][place].bundle
+            self._joining.add(place, self._cluster.more_room(bundle, self._rooms.more[bundle]))
         self._garbage_as_before = collect_garbage_rarely()
 
     async def _member(self, place: int, actor: Any) -> GeneratorMember:
-        name = _name(place)
+        name = name_of(place)
         found = await self._started(f"{name} to start", actor.do.remote("start", self._mode, self._rule, self._keeper))
         return GeneratorMember(name, actor, found)
 
     def _of_fleet(self, kind: str, **fields: Any) -> None:
         self._tell("generator", kind, **fields)
-        if kind == "lost" and self._fleet is not None:
-            self._keep(self._replace(fields["name"], fields["reason"]))
+        if kind == "lost" and self._joining is not None:
+            self._joining.replace(_place(fields["name"]), fields["reason"])
 
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._joining.add(task)
-        task.add_done_callback(self._kept)
+    async def _new_generator(self, place: int) -> GeneratorMember:
+        """One that may join; `ConfigError` if it lives where the run cannot go on as it began."""
+        name, actor = name_of(place), self._process("generator", place)
+        self._generators[place] = actor
+        where: Place = await self._started(f"{name} to begin", actor.here.remote())
+        require_same_versions([where])
+        require_reached(self._transport, name, where, self._places)
+        if self._shape is not None:
+            require_memory(self._config, self._shape, [], [where], self._transport)
+        self._require_as_exact(name, await self._load_generator(place))
+        return await self._member(place, actor)
 
-    def _kept(self, task: asyncio.Task[None]) -> None:
-        self._joining.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._say(f"a generator less: no other one could be started, {described(error)}")
-
-    async def _replace(self, name: str, reason: str) -> None:
-        """Another one in the place of a generator that was lost."""
-        place = _place(name)
-        self._say(f"{name} was lost: {reason}. Its sequences go on elsewhere; another one is started")
-        await self.publisher.remove(name)
-        self._cluster.kill(self._generators[place])
-        await self._join(place)
-
-    async def _add(self, place: int) -> None:
-        """One more, as soon as there is room for it."""
-        bundle = self._rooms.of["generator"][place].bundle
-        with waiting(_name(place), "room in the cluster (generator.most_replicas)"):
-            await self._cluster.more_room(bundle, self._rooms.more[bundle])
-        await self._join(place)
-
-    async def _join(self, place: int) -> None:
-        """A generator for this place, tried until there is one. It samples once it has shown the present weights: now,
-        if they are still to be had, or with the next publication."""
-        name, pause_s = _name(place), 1.0
-        while self._fleet is not None:
-            actor = self._generators[place] = self._process("generator", place)
-            try:
-                loaded = await self._load_generator(place)
-                require_same_versions([loaded.place])
-                require_reached(self._transport, name, loaded.place, self._places)
-                self._require_as_exact(name, loaded)
-                link = self._fleet.join(await self._member(place, actor))
-            except Exception as error:
-                self._cluster.kill(actor)
-                self._say(f"{name} cannot be started, and is tried again in {pause_s:g} s: {described(error, 200)}")
-                with waiting(name, "the next try to start it"):
-                    await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-                continue
-            await self.publisher.add(name, link)
-            return
+    def _end_generator(self, place: int) -> None:
+        self._cluster.kill(self._generators.get(place))
 
     def _require_as_exact(self, name: str, loaded: Loaded) -> None:
         """`ConfigError` for a node where the numerics of the run are not to be had."""
@@ -356,9 +327,9 @@ class RayRuntime:
         fleet, self._fleet = self._fleet, None
         if fleet is not None:
             self._garbage_as_before()
-        for task in self._joining:
-            task.cancel()
-        await asyncio.gather(*self._joining, return_exceptions=True)
+        joining, self._joining = self._joining, None
+        if joining is not None:
+            await joining.close()
         if fleet is not None:
             if self.publisher is not None:
                 await self.publisher.close()
@@ -401,10 +372,6 @@ class AnyMember:
 
 def _place(name: str) -> int:
     return int(name.rpartition(" ")[2])
-
-
-def _name(place: int) -> str:
-    return f"generator {place}"
 
 
 def _rank_name(rank: int) -> str:
