@@ -91,7 +91,7 @@ def test_a_run_that_is_stuck_says_who_waits_for_whom_and_a_dead_one_how_to_go_on
     assert "the learner waits for a batch of 2 groups since" in out
     assert "group 0" in out and "waits for verdicts since" in out
     assert "queue: admit" in out
-    assert "Current thread" in out and "writer.py" in out and "pipeline.py" in out  # stacks of threads, places of tasks
+    assert "Current thread" in out and "commits.py" in out and "pipeline.py" in out  # stacks, places of tasks
     assert json.loads(out.splitlines()[-1])["alive"] is True
     os.kill(stuck.pid, signal.SIGKILL)
     stuck.wait()
