@@ -11,12 +11,18 @@ import numpy as np
 from record_contract import REPORT, bits, with_baseline
 from synthetic_run import admission, batch, group, segment, trained
 
+from nearpolicy.messages import unpack
 from nearpolicy.records import Event, Prompt, Rollout, Verdict, VersionRecord
 from nearpolicy.store.calls import Call, Said, prompt_data
 from nearpolicy.store.folder import RunFolder
 from nearpolicy.store.record import RunRecord
 from nearpolicy.store.tokens import TokenCounts
-from nearpolicy.store.wire import pack_calls, unpack_calls
+from nearpolicy.store.wire import pack_calls
+
+
+def arrived(calls: list[Said]) -> list[Said]:
+    message = pack_calls(calls)
+    return unpack(message.head, message.parcels)
 
 
 class Listening:
@@ -33,7 +39,7 @@ def test_a_group_arrives_as_it_was_and_cannot_be_written_to():
     masked = replace(sent.rollouts[0].segments[0], mask=np.arange(len(sent.rollouts[0].segments[0].mask)) > 0)
     first = replace(sent.rollouts[0], segments=(masked, extras), text="\ud800")
     sent = replace(sent, rollouts=(first, *sent.rollouts[1:]))
-    [got] = unpack_calls(pack_calls([sent]))
+    [got] = arrived([sent])
     assert (got.verdicts, got.rewards, got.failure) == (sent.verdicts, sent.rewards, sent.failure)
     assert (got.baseline.reward, got.baseline.verdicts) == (sent.baseline.reward, sent.baseline.verdicts)
     for one, other in zip(got.everything, sent.everything, strict=True):
@@ -51,7 +57,7 @@ def test_what_does_not_leave_its_process_stays_there():
     prompt = Prompt(
         id="a", task="t", text="?", columns=MappingProxyType({"b": 1}), attachments={"own": threading.Lock()}
     )
-    [got] = unpack_calls(pack_calls([admission(0, prompt=prompt)]))
+    [got] = arrived([admission(0, prompt=prompt)])
     assert prompt_data(got.prompt) == prompt_data(prompt) and got.prompt.task == "t"
 
 
@@ -62,7 +68,7 @@ def test_read_only_mappings_and_events_arrive():
     event = Event(time=1.5, role="queue", kind="ready", sample=2, numbers=MappingProxyType({"n": 1}))
     verdict = Verdict(outcome=Verdict.scored(1.0).outcome, value=1.0, arrays={"by_step": np.arange(2.0)})
     judged = replace(group(0), verdicts=tuple({"v": verdict} for _ in range(4)))
-    published, told, got = unpack_calls(pack_calls([Call("published", (record, 0.1)), event, judged]))
+    published, told, got = arrived([Call("published", (record, 0.1)), event, judged])
     assert published.arguments[0] == record and published.arguments[0].digests == {"w": "d"}
     assert told == event
     assert [verdicts["v"].arrays["by_step"].tolist() for verdicts in got.verdicts] == 4 * [[0.0, 1.0]]
@@ -74,7 +80,7 @@ def test_tokens_that_were_said_before_do_not_go_again():
     filled, unfilled = group(0), group(1)
     record.filled(filled)
     record.consumed(batch(0, [filled, unfilled]), REPORT, trained([filled, unfilled]))
-    data = pack_calls(writer.said[-1:])
+    data = pack_calls(writer.said[-1:]).head
     sampled = [each.rollouts[0].segments[0].behavior_logprobs.tobytes() for each in (filled, unfilled)]
     assert [tokens in data for tokens in sampled] == [False, True]
 
@@ -84,4 +90,4 @@ def test_a_prompt_of_many_calls_goes_once():
     one = pack_calls([long])
     rollout = Rollout(sample=0, segments=(), text="", numerics="exact")
     both = pack_calls([long, replace(group(0), admission=long, rollouts=(rollout,), verdicts=(), rewards=())])
-    assert len(both) < len(one) + 500
+    assert len(both.head) < len(one.head) + 500
