@@ -25,10 +25,10 @@ class Parcel(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Distant:
     """An array in a parcel. Takes the place of a numpy array in a record: numpy fetches it where it needs the numbers,
-    and so does an index."""
+    and so does an index. Nobody changes one; to be frozen would cost more than all else of making it."""
 
     parcel: Parcel
     offset: int

@@ -150,26 +150,15 @@ def _row(row: Row) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 def _made_row(
     group: int, sample: int, segment: Segment, trained: Any, advantages: Any, replayed: bool, *counts: int
 ) -> Row:
-    given = segment.mask if trained is None else from_runs(trained)
-    return counted_row(group, sample, segment, given, from_runs(advantages), replayed, *counts)
-
-
-def counted_row(
-    group: int,
-    sample: int,
-    segment: Segment,
-    trained: Any,
-    advantages: Any,
-    replayed: bool,
-    num_trained: int,
-    num_useful: int,
-) -> Row:
-    """A row of arrays that may be distant, whose tokens have been counted where they are not."""
-    row = object.__new__(Row)
-    given = (group, sample, segment, trained, advantages, replayed, num_trained, num_useful)
-    for name, value in zip(_ROW, given, strict=True):
-        object.__setattr__(row, name, value)
-    return row
+    return Row.counted(
+        *counts,
+        group=group,
+        sample=sample,
+        segment=segment,
+        trained=segment.mask if trained is None else from_runs(trained),
+        advantages=from_runs(advantages),
+        replayed=replayed,
+    )
 
 
 _REDUCED: Mapping[type, Reduce] = {
@@ -178,7 +167,6 @@ _REDUCED: Mapping[type, Reduce] = {
     Row: _row,
     MappingProxyType: lambda mapping: (_unchangeable, (dict(mapping),)),  # the type has no name that pickle finds
 }
-_ROW = ("group", "sample", "segment", "trained", "advantages", "replayed", "num_trained", "num_useful")
 
 
 def _unchangeable(mapping: dict[Any, Any]) -> Mapping[Any, Any]:

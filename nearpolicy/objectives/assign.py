@@ -65,12 +65,22 @@ def assign_advantages(
             cut = is_masked(rollout, config)
             for k, segment in enumerate(rollout.segments):
                 trained = segment.mask if reward is not None and not cut else np.zeros(len(segment.mask), bool)
-                values = np.where(trained, tokens(group.index, rollout.sample, k, segment), 0.0)
-                values.setflags(write=False)  # nobody else has it: a row takes it as it is
-                rows.append(
-                    Row(group=group.index, sample=rollout.sample, segment=segment, trained=trained, advantages=values)
-                )
+                advantages = tokens(group.index, rollout.sample, k, segment)
+                rows.append(_row(group.index, rollout.sample, segment, trained, advantages))
     return tuple(rows)
+
+
+def _row(group: int, sample: int, segment: Segment, trained: np.ndarray, advantages: np.ndarray | np.float32) -> Row:
+    num_tokens = len(trained)
+    if type(advantages) is np.float32 and trained is segment.mask and segment.num_sampled == num_tokens:
+        values, num_useful = np.full(num_tokens, advantages), num_tokens * bool(advantages)
+    else:
+        values, num_useful = np.where(trained, advantages, 0.0), None
+    values.setflags(write=False)  # nobody else has it: a row takes it as it is
+    fields = {"group": group, "sample": sample, "segment": segment, "trained": trained, "advantages": values}
+    if num_useful is None:
+        return Row(**fields)
+    return Row.counted(num_tokens, num_useful, **fields, replayed=False)  # the plainest rows are the most
 
 
 def value_targets(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from nearpolicy.distant import Loading, Parcel, placed
-from nearpolicy.messages import counted_row, from_runs, runs
+from nearpolicy.messages import from_runs, runs
 from nearpolicy.records import Row
 
 _Key = tuple[int, int, bool]
@@ -50,9 +50,16 @@ def rows_told(told: Sequence[Used], parcel: Parcel | None, known: Sequence[Row])
         row = left[used.key].pop()
         if used.arrays is not None:
             trained, advantages = (_told(array, parcel) for array in used.arrays)
-            group, sample, replayed = used.key
-            counts = used.num_trained, used.num_useful
-            row = counted_row(group, sample, row.segment, trained, advantages, replayed, *counts)
+            row = Row.counted(
+                used.num_trained,
+                used.num_useful,
+                group=row.group,
+                sample=row.sample,
+                segment=row.segment,
+                trained=trained,
+                advantages=advantages,
+                replayed=row.replayed,
+            )
         rows.append(row)
     return tuple(rows)
 
