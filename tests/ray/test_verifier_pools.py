@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import RayActorError
 
+from nearpolicy.errors import VerifierError
 from nearpolicy.launch.ray.hosts import Judged
 from nearpolicy.launch.ray.parcels import received
-from nearpolicy.launch.ray.verifiers import Demand, VerifierPools
+from nearpolicy.launch.ray.verifiers import MOST_STARTS, Demand, VerifierPools
 
 BOUND_S = 60
 
@@ -54,12 +55,16 @@ class Scene:
     def __init__(self, least: int, most: int, silence_s: float = 30.0) -> None:
         self.actors: dict[int, list[Actor]] = {}
         self.said: list[str] = []
+        self.refusals: list[Exception] = []
+        """Of the next starts."""
         demand = Demand(least, most, workers=1)
         self.pools = VerifierPools(
             self._spawn, demand, lambda task: ["r"], lambda *_, **__: None, self.said.append, silence_s=silence_s
         )
 
     async def _spawn(self, place: int) -> Actor:
+        if self.actors and self.refusals:
+            raise self.refusals.pop()
         actor = Actor(place)
         self.actors.setdefault(place, []).append(actor)
         return actor
@@ -124,6 +129,33 @@ def test_a_place_is_free_when_its_verifier_has_gone(monkeypatch):
         await asyncio.gather(*asked, going)
         assert second.rests
         await until(lambda: len(scene.actors[1]) == 2)
+
+    playing(scene, story)
+
+
+def test_a_place_where_none_can_be_started_is_tried_again_as_long_as_others_judge(monkeypatch):
+    monkeypatch.setattr("nearpolicy.launch.ray.verifiers.FIRST_PAUSE_S", 0.0)
+    scene = Scene(2, 2)
+
+    async def story() -> None:
+        scene.refusals = [RuntimeError("no memory")] * (MOST_STARTS + 2)
+        scene.actors[0][0].die()
+        await until(lambda: len(scene.actors[0]) == 2)
+        assert sum("no memory" in text for text in scene.said) == MOST_STARTS + 2
+
+    playing(scene, story)
+
+
+def test_the_run_ends_once_no_verifier_is_left_and_none_can_be_started():
+    scene = Scene(2, 2)
+
+    async def story() -> None:
+        scene.refusals = [RuntimeError("no memory")] * 100
+        asked = scene.score()
+        for place in (0, 1):
+            scene.actors[place][0].die()
+        with pytest.raises(VerifierError, match=r"no verifier is left.*no memory"):
+            await asked
 
     playing(scene, story)
 

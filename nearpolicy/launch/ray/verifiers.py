@@ -26,7 +26,9 @@ from nearpolicy.waits import waiting
 MOST_LOSSES = 2
 """Times that a rollout is judged anew because its actor died."""
 MOST_STARTS = 3
-"""Times that an actor is started in the place of one that died before it is given up."""
+"""Times that an actor is started at once in the place of one that died; if none is left by then, the run ends."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""Between further tries, while other actors judge."""
 SIZED_EVERY_S, BUSY, PATIENCE = 5.0, 0.7, 6
 """How often the number of actors is looked at; the share of their workers that should be busy; how many looks in a row
 must find fewer enough before one is given up."""
@@ -125,6 +127,8 @@ class VerifierPools:
         self._tasks: set[asyncio.Task[None]] = set()
         self._starting: set[int] = set()
         """Places of actors that are not there yet."""
+        self._hopeless: set[int] = set()
+        """Those of them where none could be started several times in a row."""
         self._unsent: asyncio.Handle | None = None
         self._error: Exception | None = None
         self._isolation: Opened | None = None
@@ -272,23 +276,32 @@ class VerifierPools:
                 self._send(ticket, case)
 
     async def _begin(self, place: int) -> None:
-        """An actor for this place."""
+        """An actor for this place, tried until there is one."""
         self._starting.add(place)
-        last: Exception | None = None
+        tries, pause_s = 0, FIRST_PAUSE_S
         try:
-            for _ in range(MOST_STARTS):
+            while True:
                 try:
                     with waiting("verdicts", f"verifier {place} to start"):
                         actor = await self._spawn(place)
                     self._open(place, actor)
                     return
                 except Exception as error:
-                    last = error
+                    tries += 1
                     self._say(f"verifier {place} cannot be started: {described(error, 200)}")
+                    if tries >= MOST_STARTS:
+                        self._hopeless.add(place)
+                        if not self._pools and self._starting <= self._hopeless:
+                            raise VerifierError(
+                                f"no verifier is left, and none can be started: {described(error)}"
+                            ) from error
+                if place in self._hopeless:
+                    with waiting(f"verifier {place}", "the next try to start it"):
+                        await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         finally:
             self._starting.discard(place)
-        if not self._pools and not self._starting:
-            self._end(VerifierError(f"no verifier is left, and none can be started: {described(last)}"))
+            self._hopeless.discard(place)
 
     def _end(self, error: BaseException) -> None:
         """Nobody waits for verdicts any more that may not come."""
