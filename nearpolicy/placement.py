@@ -49,8 +49,8 @@ class RuntimeConfig(ConfigModel):
     cpus_per_learner: float = Field(1.0, gt=0, le=1024)
     """With `ray`: processors of a rank of the learner; as `cpus_per_generator`."""
     rank_timeout_s: Seconds = 600.0
-    """With `ray` and several `learner.ranks`: bound on every wait of one rank for another, so longer than the longest
-    step of any; then the learner begins on new ranks, from the record."""
+    """With `ray`: bound on every wait of one rank of the learner for another, and on the answer of a single one, so
+    longer than the longest step of any; then the learner begins on new ranks, from the record."""
     gpus_per_learner: float = Field(0.0, ge=0, le=64)
     """With `ray`: GPUs of a rank of the learner."""
 

@@ -34,6 +34,8 @@ class Rank:
         number = len(self.scene.calls) - 1
         if error := self.scene.broken.get(number):
             raise error
+        if number in self.scene.hangs:
+            await asyncio.Event().wait()
         if self.is_dead or number in self.scene.deaths:
             self.is_dead = True
             raise RayActorError
@@ -52,14 +54,15 @@ def look(rank: Rank) -> int:
 
 
 class Scene:
-    def __init__(self, *deaths: int) -> None:
+    def __init__(self, *deaths: int, rank_timeout_s: float = 60.0) -> None:
         self.deaths = set(deaths)
+        self.hangs: set[int] = set()
         self.calls: list[str] = []
         self.broken: dict[int, Exception] = {}
         self.refused: list[Exception] = []
         self.said: list[str] = []
         self.brought_back: list[int] = []
-        self.learner = LearnerRanks(self._spawn, lambda *_, **__: None, self.said.append)
+        self.learner = LearnerRanks(self._spawn, lambda *_, **__: None, self.said.append, rank_timeout_s=rank_timeout_s)
         self.learner.bring_back = self._bring_back
 
     async def _spawn(self):
@@ -99,6 +102,19 @@ def test_who_asks_while_ranks_come_back_waits_and_finds_them_where_they_were():
 
     playing(scene, story)
     assert scene.brought_back == [2] and len(scene.said) == 1
+
+
+def test_a_rank_that_gives_no_answer_is_replaced_after_a_bound():
+    scene = Scene(rank_timeout_s=0.2)
+    scene.hangs = {2}
+
+    async def story() -> None:
+        assert await scene.learner.call(advance) == 1
+        assert await scene.learner.call(advance) == 2  # by another rank, which was brought back to 1
+
+    playing(scene, story)
+    assert scene.brought_back == [1]
+    assert "no answer to advance within 0.2 s (runtime.rank_timeout_s)" in scene.said[0]
 
 
 def test_who_gives_up_in_the_middle_leaves_coming_back_to_the_next_one():

@@ -28,7 +28,7 @@ APART_S = 5.0
 
 
 class Apart(Exception):
-    """Ranks wait for one that does not come. Whoever brings a learner back lets it pass."""
+    """Ranks wait for one that does not come, or one gives no answer. Whoever brings a learner back lets it pass."""
 
 
 class LearnerLost(NearpolicyError):
@@ -47,9 +47,16 @@ class LearnerRanks:
     """Implements `nearpolicy.launch.places.LearnerPlace`."""
 
     def __init__(
-        self, spawn: Callable[[], Awaitable[Sequence[Any]]], tell: Callable[..., None], say: Callable[[str], None]
+        self,
+        spawn: Callable[[], Awaitable[Sequence[Any]]],
+        tell: Callable[..., None],
+        say: Callable[[str], None],
+        *,
+        rank_timeout_s: float,
     ) -> None:
-        """``spawn``: fresh ranks, the first one first, with the initial weights; those before are killed."""
+        """``spawn``: fresh ranks, the first one first, with the initial weights; those before are killed.
+        ``rank_timeout_s``: what ranks wait for one another, and the longest that one takes to answer."""
+        self._rank_timeout_s = rank_timeout_s
         self._spawn = spawn
         self._tell = tell
         self._say = say
@@ -159,8 +166,14 @@ class LearnerRanks:
             shared = [ray.put(argument) for argument in arguments]
         with waiting("the run", f"{what} on the ranks of the learner"):
             asked = [asyncio.ensure_future(_answer(rank.do.remote(verb, *shared))) for rank in self._ranks]
+            limit_s = self._rank_timeout_s * (1 if len(asked) == 1 else 2)  # among themselves they find out earlier
             try:
-                return await self._together(asked)
+                async with asyncio.timeout(limit_s) as limit:
+                    return await self._together(asked)
+            except TimeoutError:
+                if not limit.expired():  # it is what the rank has to say
+                    raise
+                raise Apart(f"no answer to {what} within {limit_s:g} s (runtime.rank_timeout_s)") from None
             finally:
                 for each in asked:
                     each.cancel()

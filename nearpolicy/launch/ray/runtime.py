@@ -223,7 +223,9 @@ class RayRuntime:
         config = self._config
         self._tell = tell
         self._keeper = Keeper(self._record)
-        self.learner = self._learner = LearnerRanks(self._fresh_ranks, partial(tell, "learner"), self._say)
+        self.learner = self._learner = LearnerRanks(
+            self._fresh_ranks, partial(tell, "learner"), self._say, rank_timeout_s=config.runtime.rank_timeout_s
+        )
         self._fleet = self.generator = Fleet(
             patience_s=config.runtime.start_timeout_s, silence_s=config.runtime.silence_s, on_event=self._of_fleet
         )
