@@ -254,4 +254,6 @@ async def _of_actor(answer: Awaitable[Any]) -> Any:
         raise
     except RayError as error:
         why = str(error).strip().splitlines()  # what happened comes last, behind all of the actor's names
-        raise ControllerLost(f"the controller is lost: {why[-1] if why else type(error).__name__}") from error
+        raise ControllerLost(
+            f"the controller is lost: {why[-1].rstrip('.') if why else type(error).__name__}"
+        ) from error
