@@ -40,11 +40,13 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "controller": ("queue.max_staleness=0", "runtime.controller=actor"),
     "two ranks": ("queue.max_staleness=0", "learner.ranks=2", "runtime.rank_timeout_s=60"),
     "ahead": ("queue.max_staleness=2", "generator.on_sync=continue"),
-    "ready": ("queue.max_staleness=2", "queue.order=ready", "runtime.verifiers=2"),
+    "ready": ("queue.max_staleness=2", "queue.order=ready", "runtime.verifiers=2", "runtime.controller=actor"),
     "colocated": (
         "queue.max_staleness=1", "runtime.placement=colocated", "learner.ranks=2", "sync.weight_sync_steps=2",
     ),
-    "goes on": ("queue.max_staleness=2", "run.numerics=fast", "sampling.max_completion_length=40"),
+    "goes on": (
+        "queue.max_staleness=2", "run.numerics=fast", "sampling.max_completion_length=40", "runtime.controller=actor",
+    ),
     "goes back": (
         "queue.max_staleness=0", "monitors=[{metric: policy/grad_norm, above: 3.6, action: rollback, most: 99}]",
     ),

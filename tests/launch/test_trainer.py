@@ -190,7 +190,7 @@ def test_ctrl_c_before_the_first_step_is_a_keyboard_interrupt(monkeypatch):
         os.kill(os.getpid(), signal.SIGINT)
         raise AssertionError("it went on")
 
-    monkeypatch.setattr("nearpolicy.launch.trainer.run_session", interrupted)
+    monkeypatch.setattr("nearpolicy.launch.supervised.run_session", interrupted)
     with pytest.raises(KeyboardInterrupt, match="before the first step"):
         trainer().train()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -203,7 +203,7 @@ def test_whoever_listens_to_ctrl_c_already_is_left_alone_and_so_is_any_other_thr
         heard.append(signal.getsignal(signal.SIGINT))
         return {}
 
-    monkeypatch.setattr("nearpolicy.launch.trainer.run_session", look)
+    monkeypatch.setattr("nearpolicy.launch.supervised.run_session", look)
     mine = lambda *_: None  # noqa: E731
     before = signal.signal(signal.SIGINT, mine)
     try:

@@ -68,8 +68,11 @@ def forked_workers() -> Iterator[str]:
         address, script = f"{folder}/socket", Path(folder, "python")
         script.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {__file__} worker {address} {sys.executable} "$@"\n')
         script.chmod(script.stat().st_mode | stat.S_IXUSR)
-        with subprocess.Popen([sys.executable, __file__, "nursery", address], start_new_session=True) as nursery:
+        command = [sys.executable, __file__, "nursery", address]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as nursery:
             try:
+                loaded = nursery.stdout.readline()  # both at once would be much for two cores: Ray gives itself 30 s
+                assert loaded, "the nursery of workers has not come to life"
                 yield str(script)
             finally:
                 nursery.kill()
@@ -107,6 +110,7 @@ def serve(address: str) -> None:
     with socket.socket(socket.AF_UNIX) as door:
         door.bind(address)
         door.listen(64)
+        print("loaded", flush=True)
         while True:
             client, _ = door.accept()
             with client:

@@ -253,5 +253,6 @@ async def _of_actor(answer: Awaitable[Any]) -> Any:
     except RayTaskError:
         raise
     except RayError as error:
-        why = str(error).strip().splitlines()  # what happened comes last, behind all of the actor's names
-        raise ControllerLost(f"the controller is lost: {why[-1] if why else type(error).__name__}") from error
+        lines = str(error).strip().splitlines()  # what happened comes last, behind all of the actor's names
+        why = lines[-1].rstrip(".") if lines else type(error).__name__
+        raise ControllerLost(f"the controller is lost: {why}") from error
