@@ -2,9 +2,10 @@
 
     python tests/chaos/chaos_ray.py [--kills 50] [--seed 0] [--keep FOLDER]
 
-Generators, ranks of the learner, verifiers and, where a setting says so, the controller are actors; any of them may die
-at any moment after the first weights are published, also while another one is coming back. A run that cannot go on by
-itself is taken up. The last line is one JSON object with the counts; exit status 1 if a promise was broken.
+Generators, ranks of the learner, verifiers, the record and, where a setting says so, the controller are actors; any of
+them may die at any moment after the first weights are published, also while another one is coming back. A run that
+cannot go on by itself is taken up. The last line is one JSON object with the counts; exit status 1 if a promise was
+broken.
 """
 
 from __future__ import annotations

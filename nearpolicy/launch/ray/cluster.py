@@ -136,7 +136,7 @@ class Cluster:
 
     def record(self) -> Any:
         """The actor that writes the run's record, on this node; it needs no room."""
-        made = start_record_actor()
+        made = start_record_actor(_own_name("record"))
         self._actors.append(made)
         return made
 

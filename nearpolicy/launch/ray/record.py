@@ -93,14 +93,14 @@ class RecordHost:
         self.close()
 
 
-def start_record_actor() -> Any:
+def start_record_actor(name: str | None = None) -> Any:
     """On the node of this process."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = ray.get_runtime_context().get_node_id()
     made = ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={PARCELS: 1})(RecordHost)
-    return made.options(scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False)).remote()
+    return made.options(name=name, scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False)).remote()
 
 
 class ActorWriter:
