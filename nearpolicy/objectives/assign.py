@@ -71,16 +71,16 @@ def assign_advantages(
 
 
 def _row(group: int, sample: int, segment: Segment, trained: np.ndarray, advantages: np.ndarray | np.float32) -> Row:
+    fields = {"group": group, "sample": sample, "segment": segment, "trained": trained}
     num_tokens = len(trained)
     if type(advantages) is np.float32 and trained is segment.mask and segment.num_sampled == num_tokens:
+        # Most rows are as plain as this, and need no look through their tokens.
         values, num_useful = np.full(num_tokens, advantages), num_tokens * bool(advantages)
-    else:
-        values, num_useful = np.where(trained, advantages, 0.0), None
+        values.setflags(write=False)
+        return Row.counted(num_tokens, num_useful, **fields, advantages=values, replayed=False)
+    values = np.where(trained, advantages, 0.0)
     values.setflags(write=False)  # nobody else has it: a row takes it as it is
-    fields = {"group": group, "sample": sample, "segment": segment, "trained": trained, "advantages": values}
-    if num_useful is None:
-        return Row(**fields)
-    return Row.counted(num_tokens, num_useful, **fields, replayed=False)  # the plainest rows are the most
+    return Row(**fields, advantages=values)
 
 
 def value_targets(
