@@ -11,12 +11,15 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from nearpolicy.machine import prepare_environment
 
 prepare_environment()
 # A shell starts background jobs with Ctrl-C ignored, and their children inherit it: they would not stop when sent one.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+settings.register_profile("unhurried", deadline=None)  # whatever else the machine does
+settings.load_profile("unhurried")
 
 
 def _own_cache() -> None:
