@@ -56,7 +56,7 @@ def _asked_for(recipe: Path | None, overrides: list[str], resume: Path | None) -
     from nearpolicy.config import load_recipe
     from nearpolicy.errors import ConfigError, RunFolderError
     from nearpolicy.launch.resume import resumed_config
-    from nearpolicy.launch.why import is_written
+    from nearpolicy.launch.why import let_go
     from nearpolicy.store.folder import RunFolder
 
     if resume is None:
@@ -67,7 +67,7 @@ def _asked_for(recipe: Path | None, overrides: list[str], resume: Path | None) -
         raise ConfigError(f"{recipe}: a run is taken up with its own recipe; name none beside --resume")
     folder = RunFolder(resume.resolve())
     config = resumed_config(folder, ([str(recipe)] if recipe is not None else []) + overrides)
-    if is_written(folder.lock):
+    if not let_go(folder):
         raise RunFolderError(f"{resume} is being written by another process; wait for it, or stop it")
     done = _steps_done(folder)
     if done > config.run.steps:

@@ -11,15 +11,20 @@ import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from nearpolicy.launch.watch import EVERY_S, STACKS, STATUS, in_words
 from nearpolicy.launch.words import count
 
+if TYPE_CHECKING:
+    from nearpolicy.store.folder import RunFolder
+
 STACKS_WITHIN_S = 5.0
 _OLD_S = 5 * EVERY_S
+_ENDS_WITHIN_S = 15.0
+"""What the actors of a controller that has died take to end, with room to spare."""
 
 
 def command(run: Annotated[Path, typer.Argument(help="A run folder.")]) -> None:
@@ -43,6 +48,29 @@ def is_written(lock: Path) -> bool:
         return True
     except OSError:
         return False
+    return False
+
+
+def let_go(folder: RunFolder) -> bool:
+    """Whether nobody writes the run. If its controller has died on this machine, and the record's actor has not noticed
+    yet, that is waited for."""
+    until = time.monotonic() + _ENDS_WITHIN_S
+    while is_written(folder.lock):
+        if not _has_died_here(alive(folder.path)) or time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _has_died_here(status: Mapping[str, Any]) -> bool:
+    if status.get("node") != platform.node():
+        return False
+    try:
+        os.kill(status["pid"], 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        pass
     return False
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -15,7 +17,9 @@ import pytest
 from test_resume import RECIPE
 
 from nearpolicy.launch.cli import run as cli
-from nearpolicy.launch.watch import Watch, in_words
+from nearpolicy.launch.watch import STATUS, Watch, in_words
+from nearpolicy.launch.why import let_go
+from nearpolicy.store.folder import RunFolder
 from nearpolicy.waits import waiting, waits
 
 SLOW = """\
@@ -100,3 +104,33 @@ def test_a_run_that_is_stuck_says_who_waits_for_whom_and_a_dead_one_how_to_go_on
     assert "has died after 0 steps" in out and "were under way" in out
     assert "nearpolicy train --resume" in out
     assert exit_of("why", "absent") == 2
+
+
+@pytest.fixture
+def locked(tmp_path):
+    """A run folder that some process has, and how to let go of it."""
+    folder = RunFolder(tmp_path)
+    with folder.lock.open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder, lambda: fcntl.flock(lock, fcntl.LOCK_UN)
+
+
+def says(folder: RunFolder, pid: int, node: str) -> None:
+    (folder.path / STATUS).write_text(json.dumps({"pid": pid, "node": node}))
+
+
+def test_what_a_dead_controller_has_left_is_waited_for(locked, monkeypatch):
+    folder, let_go_of_it = locked
+    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+        dead.wait()
+    says(folder, dead.pid, platform.node())
+    monkeypatch.setattr("nearpolicy.launch.why.time.sleep", lambda seconds: let_go_of_it())
+    assert let_go(folder)
+
+
+@pytest.mark.parametrize(("pid", "node"), [(os.getpid(), platform.node()), (2**22 + 1, "elsewhere")])
+def test_who_lives_or_is_elsewhere_is_not_waited_for(locked, monkeypatch, pid, node):
+    folder, _ = locked
+    says(folder, pid, node)
+    monkeypatch.setattr("nearpolicy.launch.why.time.sleep", lambda seconds: pytest.fail("it waits"))
+    assert not let_go(folder)
