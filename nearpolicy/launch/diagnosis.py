@@ -31,7 +31,7 @@ from nearpolicy.models.lora import LoraLinear, LoraPolicy
 from nearpolicy.models.policy import IMPOSSIBLE, PolicyModel, Support, log_softmax, restricted
 from nearpolicy.models.shapes import is_mixture
 from nearpolicy.models.weights import differing, digests, named_weights
-from nearpolicy.records import Finish, Row
+from nearpolicy.records import Finish, Row, Segment
 
 CAUSES: Mapping[str, str] = {
     "temperature": "the two divide logits by different temperatures",
@@ -490,17 +490,22 @@ def _name(dtype: torch.dtype) -> str:
 # Where completions end
 
 
-def wrong_stops(rows: Iterable[Row], ends: Sequence[int], *, strings: bool = False) -> Diagnosis | None:
+def wrong_stops_of(holder: Holder, segments: Sequence[Segment], ends: Sequence[int], strings: bool) -> Diagnosis | None:
+    """`wrong_stops` where the learner is, which has the tokens."""
+    return wrong_stops(segments, ends, strings=strings)
+
+
+def wrong_stops(segments: Iterable[Segment], ends: Sequence[int], *, strings: bool = False) -> Diagnosis | None:
     """Completions against the end tokens of model and tokenizer. ``strings``: they may end with any token as well."""
     behind: list[int] = []
     stopped: list[int] = []
-    for row in rows:
-        ids, mask = row.segment.token_ids, row.segment.mask
+    for segment in segments:
+        ids, mask = segment.token_ids, segment.mask
         if not len(ids):
             continue
         went_on = np.isin(ids[:-1], ends) & mask[:-1] & mask[1:]
         behind += ids[:-1][went_on].tolist()
-        if row.segment.finish is Finish.STOP and not strings and int(ids[-1]) not in ends:
+        if segment.finish is Finish.STOP and not strings and int(ids[-1]) not in ends:
             stopped.append(int(ids[-1]))
     if not behind and not stopped:
         return None

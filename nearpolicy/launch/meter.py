@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nearpolicy.launch.diagnosis import Bound, Diagnosis, Examines, diagnose, wrong_stops
+from nearpolicy.launch.diagnosis import Bound, Diagnosis, Examines, diagnose, wrong_stops_of
 from nearpolicy.launch.probe import TOKENS_EACH, Probe
 from nearpolicy.records import Row, StepReport
 
@@ -69,7 +69,7 @@ class Meter:
     async def published(self, report: StepReport, *, ended: bool) -> None:
         """Engine and learner hold the weights of the report, until this returns."""
         if self.diagnoses:
-            self._look_at_stops(report)
+            await self._look_at_stops(report)
         prompts = prompts_of(report.rows)
         if not prompts:
             return
@@ -80,8 +80,9 @@ class Meter:
         elif self._fresh < self.tokens and not ended:
             await self._measure(prompts, report.version)
 
-    def _look_at_stops(self, report: StepReport) -> None:
-        found = wrong_stops(report.rows, self.ends, strings=bool(self.probe.sampling.stop))
+    async def _look_at_stops(self, report: StepReport) -> None:
+        learner, segments = self.probe.scoring.learner, [row.segment for row in report.rows]
+        found = await learner.call(wrong_stops_of, segments, tuple(self.ends), bool(self.probe.sampling.stop))
         if found is None:
             self._lasting.discard("stops")
         elif "stops" not in self._lasting:

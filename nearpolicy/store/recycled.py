@@ -119,4 +119,4 @@ def goes_on(before: Rollout, now: Rollout | None) -> bool:
 
 
 def _tokens(segment: Segment) -> tuple[np.ndarray, ...]:
-    return segment.token_ids, segment.versions, segment.behavior_logprobs.view(np.int32)
+    return segment.token_ids, segment.versions, np.asarray(segment.behavior_logprobs).view(np.int32)

@@ -286,6 +286,11 @@ RewardConfig = Annotated[
 ]
 
 
+def reads_tokens(rewards: Sequence[RewardConfig]) -> bool:
+    """Whether any of them judges a completion by more than its text."""
+    return any(isinstance(reward, FunctionReward) for reward in rewards)
+
+
 def check_together(rewards: Sequence[RewardConfig]) -> None:
     """Raise ValueError if the rewards of a task contradict each other.
 

@@ -38,6 +38,7 @@ from nearpolicy.verifier.config import (
     RubricReward,
     VerifierConfig,
     check_together,
+    reads_tokens,
 )
 from nearpolicy.verifier.functions import RewardFunctionError, UserFunction
 from nearpolicy.verifier.learned.scorers import LearnedScorers
@@ -147,6 +148,8 @@ class VerifierService:
         not_here = self._pool is None and any(source.in_worker for source in sources)
         if not_here or (self._grader is None and any(isinstance(s.scorer, CodeReward) for s in sources)):
             raise NearpolicyError("the verifier has not been started: await `start()` before `score`")
+        if not reads_tokens(self._tasks[prompt.task]):
+            rollout = replace(rollout, segments=())  # its tokens may lie elsewhere
         sample = Sample.of(prompt, rollout)
         asked = time.perf_counter()
         judged = await asyncio.gather(*(self._judged(source, sample) for source in sources))

@@ -13,18 +13,21 @@ import torch.nn.functional as F
 from learner_cases import EXACT, learner, model_folder
 from torch import nn
 
+from nearpolicy.distant import Distant
 from nearpolicy.generator.engine import Engine, EngineLimits
 from nearpolicy.generator.runner import EngineRunner
 from nearpolicy.launch.diagnosis import EXACT as NO_GAP
 from nearpolicy.launch.diagnosis import bound_of, diagnose, nearest_temperature, wrong_stops
 from nearpolicy.launch.inline import LearnerInThread, RoleThread
+from nearpolicy.launch.meter import Meter
 from nearpolicy.launch.probe import Probe, Scoring
+from nearpolicy.messages import pack, unpack
 from nearpolicy.models.loading import load_policy, resolve
 from nearpolicy.models.lora import LoraPolicy
 from nearpolicy.models.weights import digests, named_weights
 from nearpolicy.objectives.config import ObjectiveConfig
 from nearpolicy.objectives.objective import Objective
-from nearpolicy.records import Finish, Row, Segment
+from nearpolicy.records import Finish, Row, Segment, StepReport
 from nearpolicy.roles import Sampling
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=7, stop_token_ids=(257,))
@@ -260,35 +263,37 @@ def test_the_nearest_temperature_is_found_over_the_whole_range():
 END = 9
 
 
-def row(*ids: int, finish: Finish = Finish.STOP, mask: list[bool] | None = None) -> Row:
+def segment(*ids: int, finish: Finish = Finish.STOP, mask: list[bool] | None = None) -> Segment:
     mask = mask or [True] * len(ids)
-    segment = Segment(
+    return Segment(
         context_ids=np.array([1, 2]), token_ids=np.array(ids), mask=np.array(mask),
         behavior_logprobs=np.zeros(len(ids)), versions=np.zeros(len(ids)), finish=finish,
     )  # fmt: skip
-    return Row(group=0, sample=0, segment=segment, trained=segment.mask, advantages=np.zeros(len(ids)))
 
 
 @pytest.mark.parametrize(
-    ("rows", "behind", "stopped"),
+    ("segments", "behind", "stopped"),
     [
-        ([row(4, END, 5, finish=Finish.LENGTH)], [END], []),
-        ([row(4, 3)], [], [3]),
-        ([row(4, END), row(END, 4, 3)], [END], [3]),
+        ([segment(4, END, 5, finish=Finish.LENGTH)], [END], []),
+        ([segment(4, 3)], [], [3]),
+        ([segment(4, END), segment(END, 4, 3)], [END], [3]),
     ],
     ids=["goes on behind it", "stops elsewhere", "both"],
 )
-def test_a_wrong_end_token_is_named(rows, behind, stopped):
-    found = wrong_stops(rows, [END])
+def test_a_wrong_end_token_is_named(segments, behind, stopped):
+    found = wrong_stops(segments, [END])
     assert found.cause == "wrong_stop"
     assert (found.numbers["behind"], found.numbers["stopped"]) == (behind, stopped)
 
 
 def test_right_ends_are_named_nothing():
-    ends_well = [row(4, END), row(4, 5, finish=Finish.LENGTH), row(END), row(4, 3, finish=Finish.ABORTED)]
+    ends_well = [
+        segment(4, END), segment(4, 5, finish=Finish.LENGTH), segment(END), segment(4, 3, finish=Finish.ABORTED)
+    ]  # fmt: skip
     assert wrong_stops(ends_well, [END, 8]) is None
-    assert wrong_stops([row(4, END, 5, END, mask=[True, True, False, True])], [END]) is None  # an observation follows
-    assert wrong_stops([row(4, 3)], [END], strings=True) is None
+    observed = segment(4, END, 5, END, mask=[True, True, False, True])
+    assert wrong_stops([observed], [END]) is None
+    assert wrong_stops([segment(4, 3)], [END], strings=True) is None
 
 
 # What is no fault
@@ -306,3 +311,27 @@ def test_a_number_that_is_none_is_beyond_any_bound():
     assert NO_GAP.exceeded_by({"mismatch/engine_logprob_diff_max": float("nan")})
     assert NO_GAP.exceeded_by({"mismatch/probe_logprob_diff_max": 0.0}) is False
     assert NO_GAP.exceeded_by({"policy/loss": 1.0}) is None
+
+
+def test_ends_are_looked_at_where_the_learner_is():
+    """Whoever directs the run does not fetch the tokens of its batches for it."""
+
+    class Parcel:
+        def read(self) -> np.ndarray:
+            raise AssertionError("tokens came to the controller")
+
+    class Learner:
+        async def call(self, function: Callable, *arguments: object) -> object:
+            message = pack(arguments)
+            return function(None, *unpack(message.head, [np.array([4, 3], np.int32).view(np.uint8)]))
+
+    there = Distant(Parcel(), 0, (2,), np.dtype(np.int32))
+    elsewhere = replace(segment(4, 3), token_ids=there)
+    row = Row(group=0, sample=0, segment=elsewhere, trained=np.ones(2, bool), advantages=np.ones(2))
+    told: list[dict[str, object]] = []
+    meter = Meter(
+        probe=Probe(generator=None, scoring=Scoring(Learner()), sampling=SAMPLING, seed=0), engine=None, bound=NO_GAP,
+        ends=[END], tokens=0, diagnoses=True, tell=lambda kind, **fields: told.append(fields), say=told.append,
+    )  # fmt: skip
+    asyncio.run(meter.published(StepReport(version=1, updates=1, metrics={}, rows=(row,)), ended=False))
+    assert (told[0]["cause"], told[0]["stopped"]) == ("wrong_stop", [3])

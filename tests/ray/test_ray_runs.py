@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 
 import pytest
 
 from nearpolicy.config import config_from_dict
-from nearpolicy.launch.ray.record import RecordLost
+from nearpolicy.errors import RecordLost
+from nearpolicy.launch.ray.parcels import RayParcel
 from nearpolicy.launch.resume import resumed_config
 from nearpolicy.launch.session import Session, run_session
 from nearpolicy.records import Fate
@@ -89,11 +91,11 @@ def sampled(folder: str) -> list[list[int]]:
         ]
 
 
-def require_whole(folder: str, *, bound: int, steps: int) -> None:
+def require_whole(folder: str, *, bound: int, steps: int, most_lost: int = 0) -> None:
     """Nothing lost, nothing twice, nothing beyond the bound."""
     with RunReader(Path(folder)) as run:
         ledger = dict(run.ledger().items())
-        assert run.num_lost() == 0 and ledger.get(Fate.IN_FLIGHT, 0) == 0
+        assert run.num_lost() <= most_lost and ledger.get(Fate.IN_FLIGHT, 0) == 0
         used = [each.admission for each in run.consumption()]
         assert len(used) == len(set(used)) and len(run.steps()) == steps
         assert max(line["staleness/max"] for line in run.metrics() if "staleness/max" in line) <= bound
@@ -181,8 +183,13 @@ def test_a_run_that_began_in_one_process_goes_on_in_actors(actors):
     require_whole("run", bound=0, steps=4)
 
 
-def test_an_asynchronous_run_keeps_its_bound(actors):
-    train("ray", "runtime=ray", "queue.max_staleness=2", "generator.replicas=2", "generator.on_sync=continue")
+def test_an_asynchronous_run_keeps_its_bound_and_whoever_directs_it_reads_no_tokens(actors, monkeypatch):
+    def read(parcel):
+        raise AssertionError("tokens came to the controller")
+
+    monkeypatch.setattr(RayParcel, "read", read)
+    ahead = ("queue.max_staleness=2", "generator.replicas=2", "generator.on_sync=continue", "telemetry.probe=0")
+    train("ray", "runtime=ray", *ahead)
     require_whole("ray", bound=2, steps=3)
 
 
@@ -211,20 +218,32 @@ def test_whoever_dies_the_weights_are_those_of_an_undisturbed_run(actors, victim
     assert any("died" in text or "was lost" in text for text in said), said
 
 
-def test_a_run_whose_record_dies_ends_with_its_name_and_goes_on_from_what_was_recorded(actors):
+def test_a_run_whose_record_dies_ends_with_its_name_and_goes_on_from_what_was_recorded(actors, monkeypatch):
+    """The learner is the first to hear of it, which does not find the tokens of its batch."""
     import ray
 
-    def kill(session: Session, step: int) -> None:
-        if step == 1:
+    from nearpolicy.launch.ray.learner import LearnerRanks
+
+    plain = LearnerRanks.step
+
+    async def step(self, batch):
+        if batch.step == 1:
             ray.kill(session.runtime._record, no_restart=True)
+            with contextlib.suppress(RecordLost):
+                while True:  # what is on this node is there until the node, too, has heard of it
+                    batch.rows[0].segment.token_ids[0]
+        return await plain(self, batch)
 
     alone("whole")
-    with pytest.raises(RecordLost, match=r"nearpolicy train --resume .*run"):
-        train("run", "runtime=ray", on_step=kill)
+    settings = ("runtime=ray", "run.dir=run", "learner.streaming=false")
+    session = Session(config=config_from_dict(RECIPE, where="test", overrides=settings), say=lambda text: None)
+    with monkeypatch.context() as patched, pytest.raises(RecordLost, match=r"nearpolicy train --resume"):
+        patched.setattr(LearnerRanks, "step", step)
+        run_session(session)
     begun = RunFolder(Path("run").resolve())
     run_session(Session(config=resumed_config(begun, ["runtime.kind=inline"]), folder=begun, resumes=True, say=print))
     assert fingerprints("run") == fingerprints("whole")
-    require_whole("run", bound=0, steps=3)
+    require_whole("run", bound=0, steps=3, most_lost=4)  # what nobody had committed
 
 
 def dies_before(monkeypatch, call: str) -> list[str]:

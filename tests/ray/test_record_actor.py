@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sqlite3
 import subprocess
@@ -11,12 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from record_contract import REPORT, RecordContract, assert_same_group, read
 from synthetic_run import CONFIG, admission, batch, group, trained
 
+from nearpolicy.distant import Distant
 from nearpolicy.errors import NearpolicyError, RecordLost, RunFolderError, StandstillError
-from nearpolicy.launch.ray.parcels import Keeper, as_sent
+from nearpolicy.launch.ray.parcels import Keeper, as_sent, awaited, losses_told, received, sent
 from nearpolicy.launch.ray.record import ActorRecord, start_record_actor
 from nearpolicy.records import Event, Fate
 from nearpolicy.store.folder import RunFolder, create_run_folder
@@ -224,6 +227,46 @@ def test_parcels_are_kept_while_the_actor_commits_nothing(records, folder):
         assert ray.wait([committing], timeout=0)[0] == []
         blocker.execute("ROLLBACK")
         assert ray.get(committing).error is None
+
+
+def test_whoever_meets_the_loss_of_tokens_first_names_the_record(records, folder):
+    """The controller that looks at them, a rank or verifier that gets them, and who hears of it from another actor."""
+    records.create(folder, config=CONFIG)
+    actor, another = records.actors[folder], start_record_actor()
+    parcel = Keeper(actor).keep_now(b"tokens" * 100_000)
+    rows = sent([Distant(parcel, 0, (4,), np.dtype(np.uint8))])
+    kill(actor)
+    with pytest.raises(RecordLost, match="record's actor, which keeps them, has died"):
+        while True:  # what is on this node is there until the node, too, has heard of it
+            parcel.read()
+    with pytest.raises(RecordLost):
+        received(rows)
+    with pytest.raises(RecordLost):
+        asyncio.run(awaited(rows))
+    with pytest.raises(RecordLost, match="has died"), losses_told():
+        inside(another, lambda host: received(rows))
+    with pytest.raises(ZeroDivisionError), losses_told():
+        inside(another, lambda host: 1 / 0)
+    kill(another)
+
+
+def test_a_record_that_cannot_keep_tokens_says_so(records, folder):
+    """An object store, and then a disk, that are full, say."""
+
+    def fill(host) -> None:
+        import ray
+
+        def full(value: Any) -> None:
+            raise ray.exceptions.ObjectStoreFullError("no room")
+
+        ray.put = full
+
+    with records.create(folder, config=CONFIG):
+        actor = records.actors[folder]
+        inside(actor, fill)
+        with pytest.raises(RecordLost, match=r"which keeps them, cannot keep more .*no room"):
+            Keeper(actor).keep_now(b"tokens")
+    kill(records._idle.pop())
 
 
 def test_payloads_that_were_released_are_moved_when_it_is_closed(records, folder):

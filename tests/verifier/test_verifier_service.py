@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from scoring import score, verifying
 
+from nearpolicy.distant import Distant
 from nearpolicy.errors import ConfigError, NearpolicyError
 from nearpolicy.records import Finish, Outcome, Prompt, Rollout, Segment, Verdict
 from nearpolicy.verifier.combining import weighted_reward
@@ -198,6 +199,28 @@ def test_function_of_a_file_runs_in_a_worker_with_tokens_and_columns(tmp_path):
             return await service.score(prompt, Rollout(sample=0, segments=(segment,), text="a", numerics="exact"))
 
     assert asyncio.run(run())["function"].value == 0.6
+
+
+def test_tokens_that_lie_elsewhere_are_not_fetched_for_rewards_that_read_text():
+    class Parcel:
+        def read(self):
+            raise AssertionError("fetched")
+
+    there = Segment(
+        context_ids=[5],
+        token_ids=Distant(Parcel(), 0, (2,), np.dtype(np.int32)),
+        mask=[True, True],
+        behavior_logprobs=np.zeros(2),
+        versions=[0, 0],
+        finish=Finish.STOP,
+    )
+
+    async def run():
+        async with verifying(ExactMatchReward()) as service:
+            prompt = Prompt(id="p", task="t", text="q", columns={"answer": "4"})
+            return await service.score(prompt, Rollout(sample=0, segments=(there,), text="4", numerics="exact"))
+
+    assert asyncio.run(run())["exact_match"].value == 1.0
 
 
 def test_in_process_functions_run_here_and_still_never_turn_failure_into_a_number():

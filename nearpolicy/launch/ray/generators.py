@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nearpolicy.errors import RecordLost
 from nearpolicy.generator.wire import unpack_told
-from nearpolicy.launch.ray.parcels import sent
+from nearpolicy.launch.ray.parcels import losses_told, sent
 from nearpolicy.roles import Capabilities, Placed, Told, Weights
 
 
@@ -22,20 +21,15 @@ class GeneratorMember:
         self._capabilities = capabilities
 
     async def submit_many(self, placed: Sequence[Placed]) -> None:
-        await self.actor.do.remote("submit_many", sent(list(placed)))
+        with losses_told():
+            await self.actor.do.remote("submit_many", sent(list(placed)))
 
     async def abort_many(self, tickets: Sequence[int]) -> None:
         await self.actor.do.remote("abort_many", tickets)
 
     async def collect(self, spacing_s: float) -> Told:
-        from ray.exceptions import RayTaskError
-
-        try:
+        with losses_told():
             head, parcel = await self.actor.do.remote("collect", spacing_s)
-        except RayTaskError as error:
-            if isinstance(error.cause, RecordLost):  # nothing is wrong with this one
-                raise error.cause from None
-            raise
         return unpack_told(head, parcel)
 
     async def pause(self) -> None:

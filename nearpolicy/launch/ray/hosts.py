@@ -248,24 +248,28 @@ class LearnerHost(_Role):
         self._learner = self._make()
 
     def call(self, function: Callable[..., Any], arguments: Sent) -> Answer:
-        return self._answered(self._called, function, received(arguments))
+        return self._answered(self._called, function, arguments)
 
-    def _called(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    def _called(self, function: Callable[..., Any], told: Sent) -> Any:
+        arguments: Sequence[Any] = received(told)
         with self._learner.ranks.together(getattr(function, "__name__", "a call")):
             return function(self._learner, *arguments)
 
     def learn_ahead(self, new: Sent) -> Answer:
         """``new``: rows behind those of the calls before."""
+        return self._answered(self._learn_ahead, new)
+
+    def _learn_ahead(self, new: Sent) -> None:
         self._ahead = (*self._ahead, *received(new))
-        return self._answered(self._learner.learn_ahead, self._ahead)
+        self._learner.learn_ahead(self._ahead)
 
     def step(self, told: Sent) -> Answer:
         """``told``: the batch, without the rows that `learn_ahead` has had."""
-        batch: Batch = received(told)
-        rows, self._ahead = (*self._ahead, *batch.rows), ()
-        return self._answered(self._step, replace(batch, rows=rows))
+        return self._answered(self._step, told)
 
-    def _step(self, batch: Batch) -> tuple[StepReport, list[Used], RayParcel | None]:
+    def _step(self, told: Sent) -> tuple[StepReport, list[Used], RayParcel | None]:
+        batch: Batch = received(told)
+        batch, self._ahead = replace(batch, rows=(*self._ahead, *batch.rows)), ()
         report = self._learner.step(batch)
         if self._rank:  # the first one speaks for all
             return replace(report, rows=()), [], None

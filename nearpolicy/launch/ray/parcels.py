@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from nearpolicy.errors import RecordLost
+from nearpolicy.errors import RecordLost, described
 from nearpolicy.messages import Message, pack, unpack
 
 PARCELS = "parcels"
@@ -31,7 +31,8 @@ class RayParcel:
     def read(self) -> np.ndarray:
         import ray
 
-        return ray.get(self.reference)
+        with _losses_named():
+            return ray.get(self.reference)
 
 
 class Keeper:
@@ -65,12 +66,30 @@ class Keeper:
 
 @contextlib.contextmanager
 def _losses_named() -> Iterator[None]:
-    from ray.exceptions import RayError
+    """What goes wrong with a parcel is the keeper's loss, whoever meets it first."""
+    from ray.exceptions import RayError, RayTaskError
 
     try:
         yield
     except RayError as error:
-        raise RecordLost(f"the record's actor, which keeps the tokens of the run, has died: {error}") from error
+        what, why = ("cannot keep more", error.cause) if isinstance(error, RayTaskError) else ("has died", error)
+        raise RecordLost(
+            f"tokens of the run are lost: the record's actor, which keeps them, {what} ({described(why, 200)}). What "
+            "was recorded is there: `nearpolicy train --resume` goes on from that"
+        ) from error
+
+
+@contextlib.contextmanager
+def losses_told() -> Iterator[None]:
+    """A `RecordLost` that was raised in another actor keeps its kind: nothing is wrong with that actor."""
+    from ray.exceptions import RayTaskError
+
+    try:
+        yield
+    except RayTaskError as error:
+        if isinstance(error.cause, RecordLost):
+            raise error.cause from None
+        raise
 
 
 def kept(data: bytes) -> list[Any]:
@@ -97,13 +116,15 @@ def received(told: Sent) -> Any:
     import ray
 
     head, references = told
-    return unpack(head, ray.get(references) if references else ())
+    with _losses_named():
+        return unpack(head, ray.get(references) if references else ())
 
 
 async def awaited(told: Sent) -> Any:
     """As `received`, in an event loop."""
     head, references = told
-    return unpack(head, await asyncio.gather(*map(_fetched, references)) if references else ())
+    with _losses_named():
+        return unpack(head, await asyncio.gather(*map(_fetched, references)) if references else ())
 
 
 async def _fetched(reference: Any) -> np.ndarray:

@@ -41,7 +41,7 @@ from nearpolicy.machine import collect_garbage_rarely
 from nearpolicy.placement import Rooms
 from nearpolicy.store.folder import RunFolder
 from nearpolicy.store.retention import Retention
-from nearpolicy.verifier.config import FunctionReward
+from nearpolicy.verifier.config import reads_tokens
 from nearpolicy.verifier.service import OnEvent, VerifierService
 from nearpolicy.waits import waiting
 
@@ -110,7 +110,7 @@ class RayRuntime:
             tell,
             self._say,
             silence_s=runtime.silence_s,
-            reads_tokens=lambda task: any(isinstance(reward, FunctionReward) for reward in rewards[task]),
+            reads_tokens=lambda task: reads_tokens(rewards[task]),
         )
         return self._pools
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nearpolicy.errors import VerifierError, described
-from nearpolicy.launch.ray.parcels import Sent, sent
+from nearpolicy.launch.ray.parcels import Sent, losses_told, sent
 from nearpolicy.records import Prompt, Rollout, Verdict
 from nearpolicy.verifier.sandbox.ladder import Opened
 from nearpolicy.waits import waiting
@@ -220,7 +220,8 @@ class VerifierPools:
         from ray.exceptions import RayError, RayTaskError
 
         try:
-            await pool.actor.do.remote("score_many", cases)
+            with losses_told():
+                await pool.actor.do.remote("score_many", cases)
         except RayTaskError:
             raise
         except RayError:
