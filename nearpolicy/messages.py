@@ -57,9 +57,10 @@ def pack(value: Any, also: Mapping[type, Reduce] | None = None) -> Message:
 
 def _packed(value: Any, kind: type[pickle.Pickler], known: Mapping[type, Any]) -> Message:
     file, parcels = io.BytesIO(), _Parcels()
-    table = {**known, Distant: parcels.reduced}
-    own = type("Packer", (kind,), {"dispatch_table": table})  # picklers look for it when they are made
-    own(file, protocol=5).dump(value)
+    packer = kind.__new__(kind)
+    packer.dispatch_table = {**known, Distant: parcels.reduced}  # where picklers look for it when they begin
+    packer.__init__(file, protocol=5)
+    packer.dump(value)
     return Message(file.getvalue(), tuple(parcels.found))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
+import weakref
 from types import MappingProxyType
 
 import numpy as np
@@ -47,6 +49,21 @@ def distant_segment(length: int) -> tuple[Segment, Kept, dict[str, np.ndarray]]:
 def row_of(segment: Segment) -> Row:
     advantages = np.full(len(segment.token_ids), 0.5)
     return Row(group=4, sample=1, segment=segment, trained=segment.mask, advantages=advantages)
+
+
+@pytest.mark.parametrize("value", [None, lambda: None], ids=["records", "a function of a script too"])
+def test_a_message_that_is_gone_holds_no_parcel(value):
+    """At once, and not when garbage is looked for: parcels are large."""
+    segment, parcel, _ = distant_segment(10)
+    message = pack([row_of(segment), value])
+    assert message.parcels == (parcel,)
+    left = weakref.ref(parcel)
+    gc.disable()
+    try:
+        del segment, parcel, message
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def test_who_directs_passes_tokens_on_without_looking_at_them():

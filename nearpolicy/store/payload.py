@@ -208,7 +208,6 @@ def _wide_first(array: LaidOut) -> tuple[int, str]:
 
 
 def _bytes(values: np.ndarray) -> bytes:
-    values = np.asarray(values)  # what is distant is fetched
     if _NATIVE and values.dtype.isnative:
         return values.tobytes()
     return values.astype(values.dtype.newbyteorder("<")).tobytes()

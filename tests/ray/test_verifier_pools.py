@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -105,6 +106,16 @@ def test_what_a_verifier_had_that_was_to_go_and_dies_is_judged_by_another_one():
         assert [(await each)["by"] for each in asked] == [0, 0]
         await going
         assert list(scene.actors) == [0, 1] and len(scene.actors[1]) == 1  # nobody in the place of one that was to go
+
+    playing(scene, story)
+
+
+def test_a_prompt_that_cannot_travel_is_an_error_for_whoever_waits():
+    scene = Scene(1, 1)
+
+    async def story() -> None:
+        with pytest.raises(TypeError, match="cannot pickle"):
+            await scene.pools.score(SimpleNamespace(task="t", attachment=threading.Lock()), None)
 
     playing(scene, story)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nearpolicy.errors import VerifierError, described
-from nearpolicy.launch.ray.parcels import Sent, losses_told, sent
+from nearpolicy.launch.ray.parcels import losses_told, sent
 from nearpolicy.records import Prompt, Rollout, Verdict
 from nearpolicy.verifier.sandbox.ladder import Opened
 from nearpolicy.waits import waiting
@@ -211,17 +211,17 @@ class VerifierPools:
             cases = [(ticket, pool.cases[ticket]) for ticket in tickets if ticket in pool.cases]
             if cases:
                 told = [(ticket, case.prompt, self._to_judge(case), case.admission) for ticket, case in cases]
-                self._keep(self._hand_over(pool, sent(told)), "rollouts to a verifier")
+                self._keep(self._hand_over(pool, told), "rollouts to a verifier")
 
     def _to_judge(self, case: _Case) -> Rollout:
         return case.rollout if self._reads_tokens(case.prompt.task) else replace(case.rollout, segments=())
 
-    async def _hand_over(self, pool: _Pool, cases: Sent) -> None:
+    async def _hand_over(self, pool: _Pool, cases: Sequence[Any]) -> None:
         from ray.exceptions import RayError, RayTaskError
 
         try:
             with losses_told():
-                await pool.actor.do.remote("score_many", cases)
+                await pool.actor.do.remote("score_many", sent(cases))
         except RayTaskError:
             raise
         except RayError:
