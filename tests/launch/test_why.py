@@ -128,7 +128,9 @@ def test_what_a_dead_controller_has_left_is_waited_for(locked, monkeypatch):
     assert let_go(folder)
 
 
-@pytest.mark.parametrize(("pid", "node"), [(os.getpid(), platform.node()), (2**22 + 1, "elsewhere")])
+@pytest.mark.parametrize(
+    ("pid", "node"), [(os.getpid(), platform.node()), (2**22 + 1, "elsewhere")], ids=["lives", "elsewhere"]
+)
 def test_who_lives_or_is_elsewhere_is_not_waited_for(locked, monkeypatch, pid, node):
     folder, _ = locked
     says(folder, pid, node)
