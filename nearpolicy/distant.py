@@ -28,7 +28,7 @@ class Parcel(Protocol):
 @dataclass(slots=True, eq=False)
 class Distant:
     """An array in a parcel. Takes the place of a numpy array in a record: numpy fetches it where it needs the numbers,
-    and so does an index. Nobody changes one; to be frozen would cost more than all else of making it."""
+    and so does an index. Nobody changes one; to be frozen would make each of them slower to build."""
 
     parcel: Parcel
     offset: int
@@ -38,14 +38,6 @@ class Distant:
 
     def __len__(self) -> int:
         return self.shape[0]
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        return int(np.prod(self.shape))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         found = array_in(self.parcel.read(), self.offset, self.shape, self.dtype)

@@ -11,14 +11,13 @@ in the folder is removed, and the run begins anew there.
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
 from nearpolicy.errors import ControllerLost, NearpolicyError, RecordLost, RunFolderError
 from nearpolicy.launch.ray.learner import LearnerLost
 from nearpolicy.launch.session import Session, run_session
-from nearpolicy.launch.why import is_written
+from nearpolicy.launch.why import comes_free
 from nearpolicy.launch.words import count
 from nearpolicy.store.folder import remove_run
 from nearpolicy.store.reader import RunReader
@@ -26,7 +25,6 @@ from nearpolicy.store.reader import RunReader
 MOST = 3
 """Sessions in a row that may be lost without a new step."""
 LOST = (ControllerLost, RecordLost, LearnerLost)
-_LOOK_EVERY_S = 0.1
 
 
 def session_of(**given: Any) -> Session:
@@ -106,12 +104,9 @@ def recorded_steps(lost: Session) -> int | None:
 def _wait_until_let_go(lost: Session) -> None:
     """A process may need a moment to die, or be cut off and know nothing of it."""
     limit, folder = lost.config.runtime.start_timeout_s, lost.folder
-    until = time.monotonic() + limit
-    while is_written(folder.lock):
-        if time.monotonic() > until:
-            raise RunFolderError(
-                f"{folder.path} is still being written, {limit:g} s (runtime.start_timeout_s) after its controller was "
-                f"lost: end that process (`nearpolicy why {folder.path}` knows it), then `nearpolicy train --resume "
-                f"{folder.path}`"
-            )
-        time.sleep(_LOOK_EVERY_S)
+    if not comes_free(folder, limit):
+        raise RunFolderError(
+            f"{folder.path} is still being written, {limit:g} s (runtime.start_timeout_s) after its controller was "
+            f"lost: end that process (`nearpolicy why {folder.path}` knows it), then `nearpolicy train --resume "
+            f"{folder.path}`"
+        )

@@ -9,7 +9,7 @@ import os
 import platform
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from nearpolicy.store.folder import RunFolder
 
 STACKS_WITHIN_S = 5.0
+LOOK_EVERY_S = 0.1
 _OLD_S = 5 * EVERY_S
 _ENDS_WITHIN_S = 15.0
 """What the actors of a controller that has died take to end, with room to spare."""
@@ -54,11 +55,16 @@ def is_written(lock: Path) -> bool:
 def let_go(folder: RunFolder) -> bool:
     """Whether nobody writes the run. If its controller has died on this machine, and the record's actor has not noticed
     yet, that is waited for."""
-    until = time.monotonic() + _ENDS_WITHIN_S
+    return comes_free(folder, _ENDS_WITHIN_S, worth_waiting=lambda: _has_died_here(alive(folder.path)))
+
+
+def comes_free(folder: RunFolder, within_s: float, *, worth_waiting: Callable[[], bool] = lambda: True) -> bool:
+    """Whether nobody writes the run, or nobody does any more in time."""
+    until = time.monotonic() + within_s
     while is_written(folder.lock):
-        if not _has_died_here(alive(folder.path)) or time.monotonic() > until:
+        if not worth_waiting() or time.monotonic() > until:
             return False
-        time.sleep(0.1)
+        time.sleep(LOOK_EVERY_S)
     return True
 
 
