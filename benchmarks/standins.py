@@ -14,7 +14,6 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +41,7 @@ class Law:
     fixed_s: float = 0.004
     each_s: float = 0.00004
     slots: int = 64
-    tick_s: float = 0.005
+    tick_s: float = 0.02
     """How exactly time is kept."""
     seed: int = 0
 
@@ -113,12 +112,12 @@ class _Replica:
 
 
 class StandInHost:
-    """Implements `nearpolicy.roles.Member`."""
+    """Implements `nearpolicy.roles.Member`. As a context it counts what it takes itself."""
 
     def __init__(self, name: str, num_replicas: int, law: Law, *, speeds: Sequence[float] = (1.0,)) -> None:
         """``speeds``: of the replicas, in turn."""
         self.name, self.num_replicas = name, num_replicas
-        self.own_s = 0.0
+        self.own_s = self._begin = 0.0
         """Processor time of the thread spent in here."""
         self._law, self._lengths = law, law.lengths()
         self._replicas = [_Replica(law, speeds[place % len(speeds)]) for place in range(num_replicas)]
@@ -139,7 +138,7 @@ class StandInHost:
 
     async def submit_many(self, placed: Sequence[Placed]) -> None:
         self._require_alive()
-        with self._counted():
+        with self:
             for each in placed:
                 request, replica = each.request, self._replicas[each.replica]
                 if not replica.running:
@@ -155,7 +154,7 @@ class StandInHost:
 
     async def abort_many(self, tickets: Sequence[int]) -> None:
         self._require_alive()
-        with self._counted():
+        with self:
             wanted = set(tickets)
             for replica in self._replicas:
                 for ticket, sample, length in list(replica.drop(wanted)):
@@ -170,7 +169,7 @@ class StandInHost:
         if self._placed and (left := self._answered_at + spacing_s - time.monotonic()) > 0:
             await asyncio.sleep(left)
         self._require_alive()
-        with self._counted():
+        with self:
             self._answered_at = time.monotonic()
             done, self._done = self._done, []
             events, self._events = self._events, []
@@ -219,7 +218,7 @@ class StandInHost:
             await asyncio.sleep(self._law.tick_s)
             if self._paused or self._dead:
                 continue
-            with self._counted():
+            with self:
                 now = time.monotonic()
                 for replica in self._replicas:
                     if replica.running:
@@ -249,13 +248,11 @@ class StandInHost:
         if self._dead:
             raise EngineError(f"{self.name} is dead")
 
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        begin = time.thread_time()
-        try:
-            yield
-        finally:
-            self.own_s += time.thread_time() - begin
+    def __enter__(self) -> None:
+        self._begin = time.thread_time()
+
+    def __exit__(self, *error: object) -> None:
+        self.own_s += time.thread_time() - self._begin
 
 
 async def _wait(event: asyncio.Event, limit_s: float) -> None:

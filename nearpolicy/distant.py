@@ -7,6 +7,7 @@ Distant  one of them: it has a length and a type here, and is fetched when someb
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -54,7 +55,9 @@ def array_in(data: np.ndarray, offset: int, shape: tuple[int, ...], dtype: np.dt
     """A view of bytes."""
     if 0 in shape:
         return nothing(shape, dtype)
-    return np.frombuffer(data, dtype, int(np.prod(shape)), offset).reshape(shape)
+    if len(shape) == 1:  # nearly all of them
+        return np.frombuffer(data, dtype, shape[0], offset)
+    return np.frombuffer(data, dtype, math.prod(shape), offset).reshape(shape)
 
 
 def nothing(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -90,5 +93,10 @@ class Loading:
 
 @functools.lru_cache(maxsize=4096)
 def constant(value: int, length: int, dtype: np.dtype) -> np.ndarray:
-    """[length] of one value, in the memory of one number; nobody can write to it."""
-    return np.ndarray((length,), dtype, np.array(value, dtype).tobytes(), strides=(0,))
+    """[length] of one value; made once."""
+    return same(dtype.type(value), length)
+
+
+def same(value: np.generic, length: int) -> np.ndarray:
+    """[length] of one number, in the memory of one; nobody can write to it."""
+    return np.ndarray((length,), value.dtype, value.tobytes(), strides=(0,))

@@ -120,7 +120,8 @@ def _segment(segment: Segment) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return _made_segment, (
         segment.context_ids,
         segment.token_ids,
-        length if segment.num_sampled == length else runs(mask),
+        segment.num_sampled,
+        None if segment.num_sampled == length else runs(mask),
         segment.behavior_logprobs,
         runs(segment.versions),
         _PLACE_OF[segment.finish],
@@ -129,12 +130,20 @@ def _segment(segment: Segment) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def _made_segment(
-    context: Any, tokens: Any, mask: Any, logprobs: Any, versions: Any, finish: int, extras: Mapping[str, Any] | None
+    context: Any,
+    tokens: Any,
+    num_sampled: int,
+    mask: Any,
+    logprobs: Any,
+    versions: Any,
+    finish: int,
+    extras: Mapping[str, Any] | None,
 ) -> Segment:
-    return Segment(
+    return Segment.counted(
+        num_sampled,
         context_ids=context,
         token_ids=tokens,
-        mask=all_chosen(mask) if type(mask) is int else from_runs(mask),
+        mask=all_chosen(num_sampled) if mask is None else from_runs(mask),
         behavior_logprobs=logprobs,
         versions=from_runs(versions),
         finish=_FINISHES[finish],
@@ -183,9 +192,9 @@ def runs(array: np.ndarray | Distant) -> Runs | np.ndarray | Distant:
     kind = None if type(array) is Distant else _BITS.get(array.dtype)
     if kind is None or not len(array):
         return array
-    bits = array.view(kind)
     if array.strides == (0,):
-        return array.dtype.str, [int(bits[0])], [len(bits)]
+        return array.dtype.str, [int(array[0].view(kind))], [len(array)]
+    bits = array.view(kind)
     changes = np.flatnonzero(bits[1:] != bits[:-1])
     if len(changes) >= MOST_RUNS:
         return array

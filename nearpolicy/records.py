@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from nearpolicy.distant import Distant
+from nearpolicy.distant import Distant, same
 
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 
@@ -158,6 +159,18 @@ class Segment:
             raise ValueError(f"a segment's per-token arrays must have one length, found {lengths}")
         object.__setattr__(self, "num_sampled", int(np.count_nonzero(self.mask)))
 
+    @classmethod
+    def counted(cls, num_sampled: int, **fields: Any) -> Segment:
+        """By whoever knows how many, of arrays that are of the right type and length and that nobody can write to."""
+        return _filled(cls, fields | {"num_sampled": num_sampled})
+
+
+def _filled(kind: Any, fields: Mapping[str, Any]) -> Any:
+    record = object.__new__(kind)
+    for name, value in fields.items():
+        object.__setattr__(record, name, value)
+    return record
+
 
 _SEGMENT_DTYPES = {
     "context_ids": np.dtype(np.int32),
@@ -171,7 +184,7 @@ _SEGMENT_DTYPES = {
 @functools.lru_cache(maxsize=4096)
 def all_chosen(length: int) -> np.ndarray:
     """The mask of tokens that the policy chose, all of them."""
-    return read_only(np.ones(length, dtype=bool), np.bool_)
+    return same(np.True_, length)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -224,7 +237,7 @@ class Verdict:
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        finite = self.value is not None and np.isfinite(self.value)
+        finite = self.value is not None and math.isfinite(self.value)
         if (self.outcome is Outcome.SCORED) != finite or (self.value is not None and not finite):
             raise ValueError(f"a verdict that is {self.outcome.value} cannot carry the value {self.value!r}")
 
@@ -336,10 +349,7 @@ class Row:
     def counted(cls, num_trained: int, num_useful: int, **fields: Any) -> Row:
         """By whoever knows how many, of arrays that are of the right type and that nobody can write to; they may be
         distant."""
-        row = object.__new__(cls)
-        for name, value in (fields | {"num_trained": num_trained, "num_useful": num_useful}).items():
-            object.__setattr__(row, name, value)
-        return row
+        return _filled(cls, fields | {"num_trained": num_trained, "num_useful": num_useful})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from nearpolicy.distant import same
 from nearpolicy.objectives import advantages, credit, shaping
 from nearpolicy.objectives.by_token import (
     Annotations,
@@ -75,9 +76,8 @@ def _row(group: int, sample: int, segment: Segment, trained: np.ndarray, advanta
     num_tokens = len(trained)
     if type(advantages) is np.float32 and trained is segment.mask and segment.num_sampled == num_tokens:
         # Most rows are as plain as this, and need no look through their tokens.
-        values, num_useful = np.full(num_tokens, advantages), num_tokens * bool(advantages)
-        values.setflags(write=False)
-        return Row.counted(num_tokens, num_useful, **fields, advantages=values, replayed=False)
+        num_useful = num_tokens * bool(advantages)
+        return Row.counted(num_tokens, num_useful, **fields, advantages=same(advantages, num_tokens), replayed=False)
     values = np.where(trained, advantages, 0.0)
     values.setflags(write=False)  # nobody else has it: a row takes it as it is
     return Row(**fields, advantages=values)

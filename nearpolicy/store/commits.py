@@ -23,7 +23,7 @@ from nearpolicy.waits import waiting
 
 MAX_PENDING, STALL_S = 8192, 120.0
 """Calls that may wait; seconds without a commit that nobody waits longer for."""
-_MAX_PER_COMMIT = 512
+MAX_PER_COMMIT = 512
 _LINGER_S = 0.02
 """How long a commit waits for company. Only calls that nobody flushes for can be lost in it."""
 
@@ -47,13 +47,17 @@ class Sink(Protocol):
 class Commits:
     """The queue and its thread. Any thread may use it."""
 
-    def __init__(self, folder: RunFolder, sink: Sink, *, max_pending: int, stall_s: float) -> None:
+    def __init__(
+        self, folder: RunFolder, sink: Sink, *, max_pending: int, stall_s: float, most: int = MAX_PER_COMMIT
+    ) -> None:
+        """``most``: calls that the sink gets at a time."""
         self._folder = folder
         self._sink = sink
         self._stall_s = stall_s
         self._calls: deque[Said | _Signal] = deque()
         self._max_pending = max_pending
-        self._enough = min(_MAX_PER_COMMIT, max_pending)
+        self._most = most
+        self._enough = min(MAX_PER_COMMIT, max_pending)
         """Calls that make a commit wait for no more company."""
         self._hurry = False
         """Somebody waits for the commit: it waits for no company either."""
@@ -80,6 +84,13 @@ class Commits:
                 self._wake.set()
             elif self._asleep or len(self._calls) == self._enough:
                 self._wake.set()
+
+    def commit(self, calls: Sequence[Said]) -> None:
+        """As `say` for each and `flush`, for a caller that bounds how many there are."""
+        with self._gate:
+            self._require_open()
+            self._calls.extend(calls)  # the thread is not woken: they are committed here
+        self.flush()
 
     def flush(self) -> None:
         """Returns when everything said so far is committed."""
@@ -181,7 +192,7 @@ class Commits:
     def _commit_waiting(self, *, patient: bool) -> bool:
         """The next commit, by whoever has the turn; False, and nothing done, if another program holds the database."""
         self._hurry = False  # before the calls are taken: whoever says so later wakes the thread again
-        calls = [self._calls.popleft() for _ in range(min(len(self._calls), _MAX_PER_COMMIT))]
+        calls = [self._calls.popleft() for _ in range(min(len(self._calls), self._most))]
         if self._calls:
             self._hurry = True
         self._room.set()

@@ -31,7 +31,7 @@ from nearpolicy.records import (
     Verdict,
     VersionRecord,
 )
-from nearpolicy.store.calls import Key, Left, Said, Step, key_of, prompt_data, step_of
+from nearpolicy.store.calls import EVENT, Key, Left, Said, Step, event_row, key_of, prompt_data, step_of
 from nearpolicy.store.payload import Trained, encode_arrays, encode_group, encode_json, encode_rows, encode_text
 from nearpolicy.store.recycled import Resolved
 from nearpolicy.store.retention import Moved
@@ -67,7 +67,7 @@ class Statements:
                 write()
                 getattr(self, call.verb)(*call.arguments)
         write()
-        self._put_events(events)
+        self.happened(list(map(event_row, events)))
 
     # Verbs of calls, in one transaction.
 
@@ -185,6 +185,10 @@ class Statements:
     def noted(self, key: str, data: bytes) -> None:
         self._run("INSERT OR REPLACE INTO run VALUES (?, ?)", key, data)
 
+    def happened(self, events: Sequence[tuple[Any, ...]]) -> None:
+        """Fields of events, in the order of `EVENT`."""
+        self._insert(_EVENTS, [(*values, encode_json(numbers)) for *values, numbers in events])
+
     def moved(self, rows: Sequence[Moved]) -> None:
         told = [(row.admission, row.attempt, row.what, row.file, row.part) for row in rows]
         self._db.executemany("INSERT INTO moved VALUES (?, ?, ?, ?, ?)", told)
@@ -232,16 +236,6 @@ class Statements:
             rows["payloads"].append((*key, SEGMENTS, encode_group(group.everything)))
         for table, of_table in rows.items():
             self._insert(table, of_table)
-
-    def _put_events(self, events: Sequence[Event]) -> None:
-        rows = [
-            (
-                *(event.time, event.role, event.kind, event.instance, event.admission, event.sample, event.segment),
-                *(event.version, event.seconds, encode_json(event.numbers)),
-            )
-            for event in events
-        ]
-        self._insert(_EVENTS, rows)
 
     def _undo_steps(self, branch: Branch) -> None:
         first, reason = branch.first - 1, f"{branch.kind}: {branch.reason}"
@@ -320,7 +314,7 @@ class Statements:
         return self._db.execute(sql, [v.item() if isinstance(v, np.generic) else v for v in values])
 
 
-_EVENTS = "events (time, role, kind, instance, admission, sample, segment, version, seconds, numbers)"
+_EVENTS = f"events ({', '.join(EVENT)})"
 _TOGETHER = (64, 16, 4, 1)
 """Rows in one statement: few lengths, so that SQLite has all of them prepared."""
 

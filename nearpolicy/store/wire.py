@@ -7,19 +7,23 @@ are left out: its groups have been said before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from operator import attrgetter
 from typing import Any
 
 from nearpolicy.messages import Message, Reduce, from_runs, pack, runs
 from nearpolicy.records import Admission, Baseline, Event, Group, Prompt, Rollout, Verdict
-from nearpolicy.store.calls import Call, PackedPrompt, Said, prompt_data, step_of
+from nearpolicy.store.calls import Call, PackedPrompt, Said, event_row, prompt_data, step_of
 from nearpolicy.store.payload import Trained
 
 
 def pack_calls(calls: Sequence[Said]) -> Message:
-    return pack(list(calls), _REDUCE)
+    """Of a list of `Said`. All events are one call: nothing in a commit depends on them, and there are many."""
+    others: list[Said] = [call for call in calls if type(call) is not Event]
+    if events := [event_row(call) for call in calls if type(call) is Event]:
+        others.append(Call("happened", (events,)))
+    return pack(others, _REDUCE)
 
 
 def _trained(row: Trained) -> tuple[Any, ...]:
@@ -41,23 +45,28 @@ def _call(call: Call) -> tuple[Any, ...]:
     return Call, tuple(call)
 
 
-_NAMES: Mapping[type, tuple[str, ...]] = {
-    kind: tuple(field.name for field in fields(kind) if field.init)
-    for kind in (Admission, Baseline, Event, Group, Rollout, Verdict)
-}
-
-
 def _by_fields(kind: type) -> Reduce:
-    values = attrgetter(*_NAMES[kind])
+    """All fields, also those that a record works out when it is made: it was checked where it was."""
+    values = attrgetter(*(field.name for field in fields(kind)))
     return lambda record: (_made, (kind, values(record)))
 
 
 def _made(kind: type, values: tuple[Any, ...]) -> Any:
-    return kind(**dict(zip(_NAMES[kind], values, strict=True)))
+    record = object.__new__(kind)
+    for put, value in zip(_PUTS[kind], values, strict=True):
+        put(record, value)
+    return record
+
+
+_KINDS = (Admission, Baseline, Group, Rollout, Verdict)
+_PUTS: Mapping[type, Sequence[Callable[[Any, Any], None]]] = {
+    kind: [getattr(kind, field.name).__set__ for field in fields(kind)] for kind in _KINDS
+}
+"""What puts each field of a frozen record into its slot."""
 
 
 _REDUCE: Mapping[type, Reduce] = {
-    **{kind: _by_fields(kind) for kind in _NAMES},
+    **{kind: _by_fields(kind) for kind in _KINDS},
     Call: _call,
     Prompt: _prompt,
     Trained: _trained,

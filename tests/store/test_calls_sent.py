@@ -13,7 +13,7 @@ from synthetic_run import admission, batch, group, segment, trained
 
 from nearpolicy.messages import unpack
 from nearpolicy.records import Event, Prompt, Rollout, Verdict, VersionRecord
-from nearpolicy.store.calls import Call, Said, prompt_data
+from nearpolicy.store.calls import EVENT, Call, Said, prompt_data
 from nearpolicy.store.folder import RunFolder
 from nearpolicy.store.record import RunRecord
 from nearpolicy.store.tokens import TokenCounts
@@ -61,16 +61,23 @@ def test_what_does_not_leave_its_process_stays_there():
     assert prompt_data(got.prompt) == prompt_data(prompt) and got.prompt.task == "t"
 
 
-def test_read_only_mappings_and_events_arrive():
+def test_events_arrive_together_behind_what_else_was_said():
+    first = Event(time=1.5, role="queue", kind="ready", sample=2, numbers=MappingProxyType({"n": 1}))
+    second = Event(time=2.5, role="verifier", kind="verify", instance=3, seconds=0.5)
+    [asked, told] = arrived([first, admission(7), second])
+    assert asked.index == 7
+    assert told.verb == "happened"
+    assert [Event(**dict(zip(EVENT, values, strict=True))) for values in told.arguments[0]] == [first, second]
+
+
+def test_read_only_mappings_arrive():
     record = VersionRecord(
         lineage=0, version=1, updates=1, fingerprint="f", parent=0, digests=MappingProxyType({"w": "d"})
     )
-    event = Event(time=1.5, role="queue", kind="ready", sample=2, numbers=MappingProxyType({"n": 1}))
     verdict = Verdict(outcome=Verdict.scored(1.0).outcome, value=1.0, arrays={"by_step": np.arange(2.0)})
     judged = replace(group(0), verdicts=tuple({"v": verdict} for _ in range(4)))
-    published, told, got = arrived([Call("published", (record, 0.1)), event, judged])
+    published, got = arrived([Call("published", (record, 0.1)), judged])
     assert published.arguments[0] == record and published.arguments[0].digests == {"w": "d"}
-    assert told == event
     assert [verdicts["v"].arrays["by_step"].tolist() for verdicts in got.verdicts] == 4 * [[0.0, 1.0]]
 
 

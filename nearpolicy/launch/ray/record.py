@@ -18,6 +18,7 @@ from typing import Any, Self
 from nearpolicy.errors import ConfigError, NearpolicyError, RecordLost, StandstillError, described
 from nearpolicy.launch.ray.calls import Answer, answered
 from nearpolicy.launch.ray.parcels import PARCELS, Sent, as_sent, kept, received
+from nearpolicy.machine import collect_garbage_rarely
 from nearpolicy.store.calls import Said
 from nearpolicy.store.commits import MAX_PENDING, STALL_S, Commits
 from nearpolicy.store.folder import RunFolder
@@ -57,6 +58,7 @@ class RecordHost:
     def _open(self, make: Callable[..., StoreWriter], folder: RunFolder, options: Mapping[str, Any]) -> Opened:
         self.rest()
         self._writer = make(folder, **options)
+        collect_garbage_rarely()  # of this process, which does nothing else
         return Opened(self._writer.database.wall_anchor, self._writer.database.tokens)
 
     def commit(self, calls: Sent) -> Answer:
@@ -69,10 +71,7 @@ class RecordHost:
         return self._failed
 
     def _commit(self, calls: Sent) -> None:
-        writer = self._writer
-        for call in received(calls):
-            writer.say(call)
-        writer.flush()
+        self._writer.commits.commit(received(calls))
 
     def flush(self, durable: bool) -> Answer:
         return answered(lambda: self._writer.flush(durable=durable))
@@ -115,7 +114,7 @@ class ActorWriter:
         self._end = end
         self._limit_s = stall_s + GRACE_S
         self.due: float | None = None
-        self.commits = Commits(folder, self, max_pending=max_pending, stall_s=self._limit_s)
+        self.commits = Commits(folder, self, max_pending=max_pending, stall_s=self._limit_s, most=max_pending // 2)
         self.say = self.commits.say
 
     # The sink of `commits`.
