@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ def test_calls_of_one_message_are_committed_behind_what_was_said_before():
     commits = started(sink)
     commits.say(admission(0))
     commits.commit([admission(1), admission(2)])
-    assert sum(sink.bunches, []) == [0, 1, 2]
+    assert list(chain(*sink.bunches)) == [0, 1, 2]
     commits.close()
     with pytest.raises(NearpolicyError, match="closed"):
         commits.commit([admission(3)])
