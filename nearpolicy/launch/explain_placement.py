@@ -12,6 +12,7 @@ from nearpolicy.launch.placement_sizes import (
     generator_memory,
     published_mb,
     rank_memory,
+    tokens_kept_mb,
 )
 from nearpolicy.launch.sizes import LIBRARIES_MB, ModelShape, memory_warning
 from nearpolicy.launch.words import count
@@ -32,6 +33,7 @@ def sections(config: RunConfig, shape: ModelShape | None) -> list[tuple[str, Lin
         ("memory of a rank of the learner", _memory(rank, runtime.gpus_per_learner > 0)),
         ("memory of a generator", _memory(generator, runtime.gpus_per_generator > 0)),
         ("publication", _publication(config, shape)),
+        ("tokens", _tokens(config)),
     ]
 
 
@@ -119,6 +121,15 @@ def _publication(config: RunConfig, shape: ModelShape) -> Lines:
     yield "transport", _transport(config, version)
 
 
+def _tokens(config: RunConfig) -> Lines:
+    completions = count(config.num_slots * config.completions_per_group, "completion")
+    yield (
+        "under way",
+        f"at most {_mb(tokens_kept_mb(config))}, of {completions}, in the object store of the record's node until a "
+        "step has used them",
+    )
+
+
 def _transport(config: RunConfig, version: float) -> str:
     transport, one_host = config.sync.transport, config.runtime.address is None
     if transport == "auto" and not one_host:
@@ -165,6 +176,13 @@ def warnings(config: RunConfig, shape: ModelShape | None) -> Iterator[str]:
         yield (
             f"a version of {version:,.0f} MB is larger than the object store of a Ray that is started here, "
             f"{OBJECT_STORE_MB:,.0f} MB, and goes to disk; use sync.transport=shared_memory"
+        )
+    if own and (tokens := tokens_kept_mb(config)) > OBJECT_STORE_MB:
+        yield (
+            f"tokens under way may take {tokens:,.0f} MB, more than the object store of a Ray that is started here, "
+            f"{OBJECT_STORE_MB:,.0f} MB, and go to disk; lower queue.prompts_per_step, queue.max_staleness or "
+            "sampling.max_completion_length, or start a Ray with more (--object-store-memory) and name its "
+            "runtime.address"
         )
     if shape is not None and (warning := memory_warning(config, shape)) is not None:
         yield warning

@@ -171,6 +171,13 @@ def on_the_way_mb(config: RunConfig, shape: ModelShape, transport: str) -> float
     return published_mb(config, shape) if transport in ("shared_memory", "object_store") else 0.0
 
 
+def tokens_kept_mb(config: RunConfig) -> float:
+    """At most, in the object store of the record's node: tokens and log-probabilities of all that is under way or
+    waits for a step, four bytes each. What comes with them for `objective.same_support` is not counted."""
+    tokens = config.num_slots * config.completions_per_group * config.sampling.max_completion_length
+    return tokens * 8 / MB
+
+
 def _keeps_for_deltas(config: RunConfig) -> bool:
     return config.sync.transport == "files" and config.sync.delta is not False
 

@@ -18,6 +18,7 @@ from nearpolicy.launch.placement_sizes import (
     published_mb,
     rank_memory,
     saved_by_turns,
+    tokens_kept_mb,
 )
 from nearpolicy.launch.sizes import memory_refusal, model_shape, shape_of
 
@@ -204,6 +205,7 @@ def test_check_of_a_local_run_with_ray_says_who_lives_where(capsys):
         "6 places: 6 CPU; one node must have 1 CPU",
         "a generator 1, a rank of the learner 1",
         "shared_memory: 1.3 MB of /dev/shm",
+        "in the object store of the record's node until a step has used them",
     ):
         assert part in out
     assert "\nmemory\n" not in out
@@ -237,6 +239,16 @@ def test_check_without_the_model_says_where_roles_live_all_the_same(capsys):
 def test_what_works_but_hardly_as_it_is_meant_is_pointed_out(settings, says):
     assert any(says in text for text in warnings(config(*settings), SHAPE))
     assert not any(says in text for text in warnings(config("learner.ranks=1"), SHAPE))
+
+
+def test_tokens_under_way_take_eight_bytes_each_and_more_than_the_object_store_is_pointed_out():
+    settings = "queue.prompts_per_step=32", "queue.max_staleness=3", "sampling.num_generations=8"
+    few = config(*settings, "sampling.max_completion_length=1024")
+    assert tokens_kept_mb(few) == 32 * 4 * 8 * 1024 * 8 / 2**20 == 8
+    long = "sampling.max_completion_length=524288", "sampling.max_prompt_length=16"
+    many = config(*settings, *long, "learner.max_tokens_per_microbatch=600000")
+    assert any("4,096 MB, more than the object store" in text for text in warnings(many, SHAPE))
+    assert not any("object store" in text for text in warnings(few, SHAPE))
 
 
 def test_a_version_larger_than_the_object_store_of_a_local_ray_is_pointed_out():
