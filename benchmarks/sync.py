@@ -45,7 +45,8 @@ from nearpolicy.models.weights import digests, fingerprint, load_and_digest, nam
 from nearpolicy.records import VersionRecord  # noqa: E402
 from nearpolicy.roles import Weights  # noqa: E402
 from nearpolicy.sync import delta  # noqa: E402
-from nearpolicy.sync.broadcast import BroadcastReceiver, BroadcastSender, _Group  # noqa: E402
+from nearpolicy.sync.broadcast import BroadcastReceiver, BroadcastSender  # noqa: E402
+from nearpolicy.sync.collective import Group  # noqa: E402
 from nearpolicy.sync.shared_memory import SharedMemoryReceiver, SharedMemorySender, _blocks, in_threads  # noqa: E402
 from nearpolicy.sync.shipping import arrived, load_arrived, ship  # noqa: E402
 
@@ -132,7 +133,7 @@ def far_copies(shipped: Weights, pairs: int) -> dict[str, Any]:
 def far_raw(port: int, rank: int, size: int, rounds: int) -> None:
     if "raw" not in _far:
         store = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
-        _far["raw"] = _Group("gloo", store, rank, 3, TIMEOUT_S)
+        _far["raw"] = Group("gloo", store, rank, 3, TIMEOUT_S)
         _far["block"] = torch.zeros(size, dtype=torch.uint8)
     for _ in range(rounds):
         _far["raw"].broadcast(_far["block"], 0)()
@@ -145,7 +146,7 @@ def broadcast(tensors: Tensors, parts: dict[str, str], pairs: int, fars: list[An
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     size = size_of(tensors)
     block = torch.zeros(size, dtype=torch.uint8)
-    raw: list[_Group] = []
+    raw: list[Group] = []
     checked: list[float] = []
 
     def ours() -> float:
@@ -155,7 +156,7 @@ def broadcast(tensors: Tensors, parts: dict[str, str], pairs: int, fars: list[An
 
     def theirs() -> float:
         answers = [far.apply_async(far_raw, (store.port, i + 1, size, 1)) for i, far in enumerate(fars)]
-        raw.append(raw[0] if raw else _Group("gloo", store, 0, 3, TIMEOUT_S))
+        raw.append(raw[0] if raw else Group("gloo", store, 0, 3, TIMEOUT_S))
         return timed(lambda: (raw[0].broadcast(block, 0)(), raw[0]._group.barrier().wait()), answers)
 
     shipped = ship(weights_of(tensors, 0, parts), sender)

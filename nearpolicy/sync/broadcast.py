@@ -12,7 +12,7 @@ there, and the version is sent again.
     done; who fails drops the group, and says that it is here for attempt 1 ...
 
 All of this is arranged in a key-value store that the learner's first rank serves. Run with gloo only so far: the nccl
-path (buffers on the device, as many copies as here) has not run, and CUDA IPC between colocated roles is not built.
+path (buffers on the device, as many copies as here) has not run. Roles on one device have `device_handles`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,11 +32,11 @@ from nearpolicy.errors import SyncError, described
 from nearpolicy.models.weights import differing
 from nearpolicy.models.weights import digests as digests_of
 from nearpolicy.roles import Entry, Shard, Shipment, VersionRecord
+from nearpolicy.sync.collective import ALIGNMENT, Group, connected, pack, stretch, two_at_once
 from nearpolicy.sync.plan import Copy, dtype_called, slices
 from nearpolicy.sync.shipping import Alone, OneAtATime, Peers, Route, digests_among, entries_of, known_digests
 from nearpolicy.waits import waiting
 
-_ALIGNMENT = 64
 _LARGE = 1 << 20
 """Bytes of a piece from which it is sent from where it lies."""
 _LOOK_S = 0.002
@@ -62,7 +60,7 @@ def runs_of(copies: Sequence[Copy], entries: Sequence[Entry], bucket: int) -> tu
     """All bytes of a version, in order, in runs of at most ``bucket`` bytes; and the copies, in the same order.
     `SyncError` for a piece that is not one stretch of its tensor."""
     where = {entry.name: entry for entry in entries}
-    ordered = sorted(((*_stretch(copy, where[copy.name]), copy) for copy in copies), key=lambda found: found[0])
+    ordered = sorted(((*stretch(copy, where[copy.name]), copy) for copy in copies), key=lambda found: found[0])
     runs: list[Run] = []
     for number, (begin, end, copy) in enumerate(ordered):
         last = runs[-1] if runs else None
@@ -77,61 +75,6 @@ def runs_of(copies: Sequence[Copy], entries: Sequence[Entry], bucket: int) -> tu
 
 def _is_large(run: Run) -> bool:
     return run.first == run.last and run.end - run.begin >= _LARGE
-
-
-def _stretch(copy: Copy, entry: Entry) -> tuple[int, int]:
-    """First byte and the one behind the last, of a box that is one stretch of its tensor."""
-    item = dtype_called(entry.dtype).itemsize
-    if any((low, high) != (0, size) for (low, high), size in zip(copy.destination[1:], entry.shape[1:], strict=True)):
-        raise SyncError(
-            f"{copy.name!r} of rank {copy.holder} is not cut along its first dimension only, which a broadcast needs; "
-            "use sync.transport=shared_memory or files"
-        )
-    row = torch.Size(entry.shape[1:]).numel() * item
-    low, high = copy.destination[0] if copy.destination else (0, 1)
-    return entry.offset + low * row, entry.offset + high * row
-
-
-class _Group:
-    """A process group without a name in `torch.distributed`: the learner has its own."""
-
-    def __init__(self, backend: str, store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
-        self._timeout = timedelta(seconds=timeout_s)
-        if backend == "gloo":
-            self._group = dist.ProcessGroupGloo(store, rank, size, self._timeout)
-        elif backend == "nccl":
-            self._group = dist.ProcessGroupNCCL(store, rank, size, self._timeout)
-        else:
-            raise SyncError(f"there is no broadcast over {backend!r}; use gloo or nccl")
-
-    def broadcast(self, memory: Tensor, root: int) -> Callable[[], None]:
-        """Begin; what is returned waits for the end."""
-        options = dist.BroadcastOptions()
-        options.rootRank = root
-        work = self._group.broadcast([memory], options)
-        return lambda: _wait(work, self._timeout)
-
-    def close(self) -> None:
-        """Whoever still waits for this process gets an error at once."""
-        with contextlib.suppress(RuntimeError):
-            self._group.shutdown()
-        self._group = None
-
-
-def _wait(work: Any, timeout: timedelta) -> None:
-    if not work.wait(timeout):
-        raise RuntimeError(f"a broadcast did not end within {timeout.total_seconds():g} s")
-
-
-def _two_at_once(begun: Iterable[Callable[[], None]]) -> None:
-    """Begin each and wait for it, at most two under way: making the next one ready may take its time meanwhile."""
-    under_way: deque[Callable[[], None]] = deque()
-    for wait in begun:
-        under_way.append(wait)
-        if len(under_way) == 2:
-            under_way.popleft()()
-    for wait in under_way:
-        wait()
 
 
 class BroadcastSender:
@@ -152,10 +95,10 @@ class BroadcastSender:
         generators reach the learner's first rank. ``device``: where the backend wants its memory."""
         self._timeout_s, self._backend, self._wire = timeout_s, backend, wire
         self._peers = peers or Alone()
-        self._bucket = int(bucket_mb * 2**20) // _ALIGNMENT * _ALIGNMENT
+        self._bucket = int(bucket_mb * 2**20) // ALIGNMENT * ALIGNMENT
         self._device = device or torch.device("cpu")
         self._route = Route(self._peers, wire)
-        self._group: _Group | None = None
+        self._group: Group | None = None
         self._names: tuple[str, ...] = ()
         self._number = self._issued = self._serial = 0
         self._buffers: list[Tensor] = []
@@ -166,12 +109,12 @@ class BroadcastSender:
         )
         port = self._peers.exchange("the port of the broadcast", served.port if served is not None else None)[0]
         self._address = (host, port)
-        self._store = served if served is not None else _connected(self._address, timeout_s)
+        self._store = served if served is not None else connected(self._address, timeout_s)
 
     def send(self, record: VersionRecord, shards: Mapping[str, Shard], digests: Mapping[str, str]) -> Shipment:
         self._route.update(shards)
         self._shards = shards
-        entries = entries_of(self._route.layout, _ALIGNMENT)
+        entries = entries_of(self._route.layout, ALIGNMENT)
         self._copies, self._runs = runs_of(self._route.copies, entries, self._bucket)
         self._entries = {entry.name: entry for entry in entries}
         known = known_digests(self._peers, digests, shards, self._wire)
@@ -241,23 +184,23 @@ class BroadcastSender:
             if self._group is None:
                 size = self._peers.size + len(names)
                 store = table.store_of_group(self._number)
-                self._group = _Group(self._backend, store, self._peers.rank, size, self._timeout_s / 4)
+                self._group = Group(self._backend, store, self._peers.rank, size, self._timeout_s / 4)
             with waiting("publication", f"the broadcast to {', '.join(names)}"):
-                _two_at_once(self._steps(self._group))
+                two_at_once(self._steps(self._group))
         except RuntimeError as error:  # what gloo and nccl raise for a peer that is gone, and for a timeout
             failure = described(error)
             self._drop()  # whoever still waits for this rank hears of it
             return failure
         return None
 
-    def _steps(self, group: _Group) -> Iterator[Callable[[], None]]:
+    def _steps(self, group: Group) -> Iterator[Callable[[], None]]:
         """Every run as one broadcast, begun when it is asked for."""
         for number, run in enumerate(self._runs):
             memory = self._direct(run) if run.holder == self._peers.rank else None
             if memory is None:
                 memory = self._buffer(number % 2)[: run.end - run.begin]
                 if run.holder == self._peers.rank:
-                    self._pack(run, memory)
+                    pack(memory, run.begin, self._copies[run.first : run.last + 1], self._entries, self._shards)
             yield group.broadcast(memory, run.holder)
 
     def _buffer(self, number: int) -> Tensor:
@@ -275,18 +218,8 @@ class BroadcastSender:
         entry = self._entries[copy.name]
         if str(source.dtype) != entry.dtype or not source.is_contiguous() or source.device != self._device:
             return None
-        begin = run.begin - _stretch(copy, entry)[0]
+        begin = run.begin - stretch(copy, entry)[0]
         return source.view(-1).view(torch.uint8)[begin : begin + run.end - run.begin]
-
-    def _pack(self, run: Run, memory: Tensor) -> None:
-        for copy in self._copies[run.first : run.last + 1]:
-            entry = self._entries[copy.name]
-            begin, end = _stretch(copy, entry)
-            source = self._shards[copy.name].tensor.detach()[slices(copy.source)]
-            low, high = max(begin, run.begin), min(end, run.end)
-            item = dtype_called(entry.dtype).itemsize
-            part = source.reshape(-1)[(low - begin) // item : (high - begin) // item]
-            memory[low - run.begin : high - run.begin].view(dtype_called(entry.dtype)).copy_(part)
 
     def _drop(self) -> None:
         if self._group is not None:
@@ -368,7 +301,7 @@ class BroadcastReceiver:
         """``name``: of this generator, as the publisher calls it."""
         self._name, self._alone = name, OneAtATime()
         self._device = device or torch.device("cpu")
-        self._group: _Group | None = None
+        self._group: Group | None = None
         self._number = 0
         self._address: tuple[str, int] | None = None
         self._store: dist.Store | None = None
@@ -426,24 +359,17 @@ class BroadcastReceiver:
             self._drop()
             rank, size = place.ranks + names.index(self._name), place.ranks + len(names)
             store = table.store_of_group(number)
-            self._group, self._number = _Group(place.backend, store, rank, size, place.timeout_s / 4), number
+            self._group, self._number = Group(place.backend, store, rank, size, place.timeout_s / 4), number
         with waiting(self._name, f"the broadcast of version {shipment.version}"):
-            _two_at_once(self._group.broadcast(self._staging[run.begin : run.end], run.holder) for run in place.runs)
+            two_at_once(self._group.broadcast(self._staging[run.begin : run.end], run.holder) for run in place.runs)
 
     def _at(self, place: Place) -> dist.Store:
         if self._address != place.address:
             self._drop()
-            self._store, self._address = _connected(place.address, place.timeout_s), place.address
+            self._store, self._address = connected(place.address, place.timeout_s), place.address
         return self._store
 
     def _drop(self) -> None:
         if self._group is not None:
             self._group.close()
         self._group, self._number = None, 0
-
-
-def _connected(address: tuple[str, int], timeout_s: float) -> dist.Store:
-    try:
-        return dist.TCPStore(*address, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
-    except RuntimeError as error:
-        raise SyncError(f"the learner at {address[0]}:{address[1]} cannot be reached: {described(error)}") from None

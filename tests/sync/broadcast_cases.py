@@ -32,13 +32,13 @@ def delivered(sender, sent, helpers, names) -> tuple[list[str], list]:
 
 def in_the_middle(act) -> None:
     """In a helper: when it has begun to receive, and more is still to come."""
-    plain, begun = broadcast._Group.broadcast, []
+    plain, begun = broadcast.Group.broadcast, []
 
     def counted(group, memory, root):
         begun.append(memory)
         if len(begun) == 3:
-            broadcast._Group.broadcast = plain
+            broadcast.Group.broadcast = plain
             act()
         return plain(group, memory, root)
 
-    broadcast._Group.broadcast = counted
+    broadcast.Group.broadcast = counted
