@@ -41,7 +41,8 @@ ARROWS: dict[str, frozenset[str]] = {
     | {f"models.{name}" for name in ("choices", "device", "heads", "label_tree", "loading", "tokenizer")},
     "environments": BASE,
     "rollout_queue": BASE,
-    "sync": BASE | {"models.weights"},  # what a digest is of, and how two sets of them are compared
+    # What a digest is of, and how two sets of them are compared; which device that is, and when it is done.
+    "sync": BASE | {"models.weights", "models.device"},
     # The loop and what stands around it.
     "pipeline": frozenset({"records", "roles", "telemetry.batch"}),
     "evaluate": BASE | {"store.schema"},

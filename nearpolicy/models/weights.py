@@ -6,8 +6,10 @@ A load is complete or it is an error that names every tensor concerned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -65,9 +67,58 @@ def fingerprint(parts: Mapping[str, str]) -> str:
     return total.hexdigest()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Stretch:
+    """Some of the elements of a tensor, where they follow one another in its memory."""
+
+    name: str
+    begin: int
+    """Of the first one."""
+    values: Tensor
+    """[n], in the dtype that was sent."""
+
+
+class Arriving(Mapping[str, Tensor]):
+    """Tensors that are still on their way, and come in stretches: each whole, in order, once. A model is filled with
+    them as they come, so that nobody holds a second copy. Asked for one of them, as any mapping may be, this waits for
+    all, in memory of their own."""
+
+    def __init__(self, kinds: Mapping[str, tuple[Sequence[int], torch.dtype]], device: torch.device) -> None:
+        """``kinds``: name -> shape and dtype. ``device``: where they come."""
+        self.outline = {n: torch.empty(tuple(s), dtype=d, device="meta") for n, (s, d) in kinds.items()}
+        """The tensors without their values."""
+        self._device = device
+        self._all: dict[str, Tensor] | None = None
+
+    @abstractmethod
+    def rounds(self) -> Iterator[Sequence[Stretch]]:
+        """Stretches, at most one of each tensor at a time; their memory is used again when the next ones are asked for.
+        `SyncError` once no more is to be had."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._all is None:
+            found = {n: torch.empty_like(outline, device=self._device) for n, outline in self.outline.items()}
+            for stretches in self.rounds():
+                for each in stretches:
+                    found[each.name].view(-1)[each.begin : each.begin + each.values.numel()] = each.values
+            self._all = found
+        return self._all[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.outline
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.outline)
+
+    def __len__(self) -> int:
+        return len(self.outline)
+
+
 @torch.no_grad()
 def load_and_digest(model: nn.Module, incoming: Mapping[str, Tensor]) -> dict[str, str]:
     """`load_weights`, and the digests of the memory that the model computes from then."""
+    if isinstance(incoming, Arriving) and _can_be_filled(model, incoming):
+        return _filled(model, incoming)
     copies = {name: (target, source) for name, target, source in _fitting(model, incoming)}
     targets = {name: target for name, (target, _) in copies.items()}
     return _each(lambda name, _: _copied(*copies[name]), targets)
@@ -80,16 +131,50 @@ that the memory is read once for both."""
 
 def _copied(target: Tensor, source: Tensor) -> str:
     """Copy, and the digest of what lies in ``target`` then."""
-    if not (target.device == source.device == _CPU and target.dtype == source.dtype and target.is_contiguous()):
+    if not target.is_contiguous():
         target.copy_(source)
         return digest(target)
     total = xxhash.xxh3_128()
+    _copy_on(target, source, total)
+    return total.hexdigest()
+
+
+def _copy_on(target: Tensor, source: Tensor, total: xxhash.xxh3_128) -> None:
+    """Copy into memory that is one stretch, and add what lies there then to a digest."""
+    if not (target.device == source.device == _CPU and target.dtype == source.dtype):
+        target.copy_(source)
+        total.update(memoryview(_bytes(target.cpu())))
+        return
     there, here = _bytes(target), _bytes(source.contiguous())
     for begin in range(0, there.size, SLICE):
         part = there[begin : begin + SLICE]
         np.copyto(part, here[begin : begin + SLICE])
         total.update(memoryview(part))
-    return total.hexdigest()
+
+
+def _can_be_filled(model: nn.Module, incoming: Arriving) -> bool:
+    """Whether each tensor of the model is one stretch of memory, and is sent under one name."""
+    return all(
+        target.is_contiguous() and sum(name in incoming for name in names) <= 1
+        for names, target in _with_aliases(model)
+    )
+
+
+def _filled(model: nn.Module, incoming: Arriving) -> dict[str, str]:
+    """Stretches into the model as they come, and the digests of what lies there then."""
+    of = {id(outline): name for name, outline in incoming.outline.items()}
+    totals, targets, names = {}, {}, {}
+    for name, target, outline in _fitting(model, incoming.outline):
+        sent = of[id(outline)]
+        names[name], targets[sent], totals[sent] = sent, target.view(-1), xxhash.xxh3_128()
+
+    def fill_in(each: Stretch) -> None:
+        _copy_on(targets[each.name][each.begin : each.begin + each.values.numel()], each.values, totals[each.name])
+
+    with ThreadPoolExecutor(num_cores(), thread_name_prefix="weights") as cores:
+        for stretches in incoming.rounds():
+            list(cores.map(fill_in, sorted(stretches, key=lambda each: -each.values.nbytes)))
+    return {name: totals[sent].hexdigest() for name, sent in names.items()}
 
 
 @torch.no_grad()

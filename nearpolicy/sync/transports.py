@@ -11,7 +11,7 @@ from nearpolicy.sync.shipping import Peers, Receiver, Sender
 if TYPE_CHECKING:
     import torch
 
-BUCKET_MB, ANCHOR_EVERY = 64.0, 16
+BUCKET_MB, BLOCK_MB, ANCHOR_EVERY = 64.0, 32.0, 16
 
 
 def make_sender(
@@ -28,7 +28,8 @@ def make_sender(
     folder: Path | None = None,
 ) -> Sender:
     """The learner's end, in each of its ranks. ``run``: unique name. ``wire``: dtype of the generators, where it is not
-    the learner's. ``host``, ``backend``, ``device``: of a broadcast; ``threads``, ``folder``: of shared memory."""
+    the learner's. ``host``, ``backend``, ``device``: of a broadcast and of handles; ``threads``, ``folder``: of shared
+    memory."""
     if transport == "shared_memory":
         from nearpolicy.sync.shared_memory import SharedMemorySender
 
@@ -41,6 +42,18 @@ def make_sender(
             peers=peers,
             wire=wire,
             bucket_mb=config.bucket_mb or BUCKET_MB,
+            host=host,
+            backend=backend,
+            device=device,
+        )
+    if transport == "device_handles":
+        from nearpolicy.sync.device_handles import DeviceHandlesSender
+
+        return DeviceHandlesSender(
+            timeout_s=config.timeout_s,
+            peers=peers,
+            wire=wire,
+            bucket_mb=config.bucket_mb or BLOCK_MB,
             host=host,
             backend=backend,
             device=device,
@@ -61,7 +74,7 @@ def make_sender(
 
 
 def make_receiver(transport: Transport, name: str, *, device: torch.device | None = None) -> Receiver:
-    """The generator's end. ``name``: as the publisher calls this generator. ``device``: of a broadcast."""
+    """The generator's end. ``name``: as the publisher calls this generator. ``device``: that it computes on."""
     if transport == "shared_memory":
         from nearpolicy.sync.shared_memory import SharedMemoryReceiver
 
@@ -70,6 +83,10 @@ def make_receiver(transport: Transport, name: str, *, device: torch.device | Non
         from nearpolicy.sync.broadcast import BroadcastReceiver
 
         return BroadcastReceiver(name, device=device)
+    if transport == "device_handles":
+        from nearpolicy.sync.device_handles import DeviceHandlesReceiver
+
+        return DeviceHandlesReceiver(name, device=device)
     if transport == "files":
         from nearpolicy.sync.files import FileReceiver
 

@@ -12,6 +12,8 @@ from nearpolicy.errors import SyncError
 from nearpolicy.models.rows import Node, RowContext
 from nearpolicy.models.weights import (
     SLICE,
+    Arriving,
+    Stretch,
     differing,
     digest,
     digests,
@@ -150,3 +152,67 @@ def test_the_fingerprint_changes_with_one_bit_and_with_a_name_and_not_with_the_o
 
 def test_minus_zero_is_another_weight_than_zero():
     assert digest(torch.tensor([0.0])) != digest(torch.tensor([-0.0]))
+
+
+class InStretches(Arriving):
+    """Tensors cut into stretches of ``size`` elements, two at a time."""
+
+    def __init__(self, tensors, size: int) -> None:
+        super().__init__({n: (t.shape, t.dtype) for n, t in tensors.items()}, torch.device("cpu"))
+        self.asked, self._tensors, self._size = 0, tensors, size
+
+    def rounds(self):
+        self.asked += 1
+        memory = torch.empty(len(self._tensors), self._size)
+        longest = max(t.numel() for t in self._tensors.values())
+        for begin in range(0, longest, self._size):
+            found = []
+            for block, (name, tensor) in zip(memory, self._tensors.items(), strict=True):
+                values = tensor.reshape(-1)[begin : begin + self._size]
+                block.fill_(torch.nan)[: values.numel()] = values  # what was here is gone
+                found.append(Stretch(name, begin, block[: values.numel()]))
+            yield found
+
+
+def model_of_three() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(7, 11), nn.ReLU(), nn.Linear(11, 2))
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_a_model_is_filled_by_what_arrives_in_stretches_and_shows_its_digests(size):
+    model = model_of_three()
+    sent = {name: torch.randn(tensor.shape) for name, tensor in named_weights(model).items()}
+    arriving = InStretches(sent, size)
+    assert load_and_digest(model, arriving) == digests(sent) == digests(named_weights(model))
+    assert arriving.asked == 1 and arriving._all is None  # nothing was put together beside it
+
+
+def test_what_arrives_is_a_mapping_to_all_others():
+    sent = {"a": torch.randn(3, 4), "b": torch.randn(2), "c": torch.zeros(0, 5)}
+    arriving = InStretches(sent, 5)
+    assert "b" in arriving and "d" not in arriving and list(arriving) == ["a", "b", "c"] and arriving.asked == 0
+    assert digests(arriving) == digests(sent) and arriving.asked == 1
+
+
+def test_what_arrives_and_does_not_fit_is_refused_before_it_is_asked_for():
+    model = model_of_three()
+    sent = dict(named_weights(model)) | {"0.bias": torch.zeros(3)}
+    arriving, before = InStretches(sent, 5), digests(named_weights(model))
+    with pytest.raises(SyncError, match=r"0 tensors applied: '0.bias' is \[3\] there and \[11\] here"):
+        load_and_digest(model, arriving)
+    assert arriving.asked == 0 and digests(named_weights(model)) == before
+
+
+@pytest.mark.parametrize("how", ["tied and sent under both names", "not one stretch of memory"])
+def test_a_model_that_cannot_be_filled_by_stretches_gets_whole_tensors(how):
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    if how == "not one stretch of memory":
+        model[0].weight = nn.Parameter(torch.randn(4, 4).t())
+        sent = {"0.weight": torch.randn(4, 4), "1.weight": torch.randn(4, 4)}
+    else:
+        model[1].weight = model[0].weight
+        sent = dict.fromkeys(("0.weight", "1.weight"), torch.randn(4, 4))
+    shown = load_and_digest(model, InStretches(sent, 5))
+    assert shown == {name: digests(sent)[name] for name in shown} and len(shown) == (2 if how[0] == "n" else 1)
+    assert torch.equal(model[0].weight, sent["0.weight"])

@@ -114,7 +114,7 @@ class Shipping:
 
 
 @pytest.mark.parametrize("adapter_only", [False, True])
-@pytest.mark.parametrize("transport", ["shared_memory", "broadcast", "files"])
+@pytest.mark.parametrize("transport", ["shared_memory", "broadcast", "device_handles", "files"])
 def test_whatever_way_the_weights_take_the_engine_holds_those_of_the_learner(transport, adapter_only, tmp_path):
     policy = None
     if adapter_only:

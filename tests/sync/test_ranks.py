@@ -79,7 +79,7 @@ def end() -> None:
     "cut",
     ["as fsdp2 cuts", pytest.param("by fsdp2", marks=pytest.mark.large)],  # which takes seconds to import
 )
-@pytest.mark.parametrize("transport", ["shared_memory", "broadcast", "files"])
+@pytest.mark.parametrize("transport", ["shared_memory", "broadcast", "device_handles", "files"])
 def test_what_the_ranks_of_a_learner_hold_arrives_as_whole_tensors(transport, cut, helpers, tmp_path):
     expected = digests({name: p.detach() for name, p in model().named_parameters()})
     receiver = make_receiver(transport, "r")
