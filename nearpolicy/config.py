@@ -133,6 +133,16 @@ class RunConfig(ConfigModel):
         return math.floor(self.generator.oversample * self.queue.num_slots + 1e-6)  # 1.15 * 20 is 22.999...
 
     @property
+    def hands_over(self) -> bool:
+        """Whether a rank of the learner gives its generator weights by handles to the memory of a device that both have
+        (`sync.transport: device_handles`, or auto on GPUs that they share)."""
+        runtime = self.runtime
+        if self.sync.transport != "auto":
+            return self.sync.transport == "device_handles"
+        parts = runtime.gpus_per_learner, runtime.gpus_per_generator
+        return runtime.kind == "ray" and runtime.placement == "colocated" and min(parts) > 0 and sum(parts) <= 1
+
+    @property
     def reference_is_base(self) -> bool:
         """Whether the policy to compare with is the model without its adapter, of which no second copy is needed.
 
@@ -243,6 +253,8 @@ def _runtime_contradictions(config: RunConfig) -> Iterator[str]:
         )
     if transport == "direct" and not one_process:
         yield "sync.transport=direct needs learner and generator in one process; leave it out with runtime.kind=ray"
+    if not one_process:
+        yield from _handle_contradictions(config)
     if config.runtime.placement == "colocated":
         if not one_process and replicas != ranks:
             yield (
@@ -254,6 +266,22 @@ def _runtime_contradictions(config: RunConfig) -> Iterator[str]:
                 "generator.most_replicas adds generators that have no rank of the learner beside them, which "
                 "runtime.placement=colocated does not do; leave one of them out"
             )
+
+
+def _handle_contradictions(config: RunConfig) -> Iterator[str]:
+    """What rank and generator of a place cannot do, where weights go from one to the other by handles."""
+    runtime, sync = config.runtime, config.sync
+    if sync.transport == "device_handles" and runtime.placement != "colocated":
+        yield (
+            "sync.transport=device_handles leads from a rank of the learner to the generator on the same device; set "
+            "runtime.placement: colocated, or leave it out"
+        )
+    elif config.hands_over and runtime.rank_timeout_s <= 2 * sync.timeout_s:
+        yield (
+            f"a rank of the learner hands weights over itself, which may take twice sync.timeout_s={sync.timeout_s:g}, "
+            f"and would count as lost after runtime.rank_timeout_s={runtime.rank_timeout_s:g}; raise the latter or "
+            "lower the former"
+        )
 
 
 def _slots_in_words(config: RunConfig) -> str:

@@ -10,6 +10,7 @@ from nearpolicy.launch.placement_sizes import (
     OBJECT_STORE_MB,
     RoleMemory,
     generator_memory,
+    handed_over_mb,
     published_mb,
     rank_memory,
     tokens_kept_mb,
@@ -132,6 +133,8 @@ def _tokens(config: RunConfig) -> Lines:
 
 def _transport(config: RunConfig, version: float) -> str:
     transport, one_host = config.sync.transport, config.runtime.address is None
+    if config.hands_over:
+        return f"{transport}: {_WAYS['device_handles'].format(mb=_mb(handed_over_mb(config, version)))}"
     if transport == "auto" and not one_host:
         shared, spread = (_WAYS[way].format(mb=_mb(version)) for way in ("shared_memory", "broadcast"))
         return f"auto: if all are on one node {shared}; else {spread}"
@@ -143,6 +146,8 @@ def _transport(config: RunConfig, version: float) -> str:
 _WAYS = {
     "shared_memory": "{mb} of /dev/shm on that node, which every generator copies from",
     "broadcast": "one collective, for which every generator holds {mb} more",
+    "device_handles": "each rank hands all of it to the generator beside it, out of {mb} of its own on the device that "
+    "both have",
     "files": "{how} in sync.path, read by every generator",
     "object_store": "{mb} in the object store of every node with a generator, and in main memory of each of them while "
     "the parts of ranks are put together",

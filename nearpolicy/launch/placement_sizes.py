@@ -87,6 +87,9 @@ def rank_memory(config: RunConfig, shape: ModelShape) -> RoleMemory:
     if _keeps_for_deltas(config):
         held["weights before the next delta"] = published_mb(config, shape) / parts
     host = {owner: mb for owner, mb in held.items() if away or (learner.offload == "optimizer" and MOMENTS in owner)}
+    certain = {owner: mb for owner, mb in held.items() if owner not in host}
+    if config.hands_over:
+        certain["weights that are handed over"] = handed_over_mb(config, published_mb(config, shape))
     models = [model for model in (shape, reference, critic) if model is not None]
     trained = [model.parameters for model in (None if learner.lora else shape, critic) if model is not None]
     passing = {"activations": memory_by_owner(config, shape)["learner: activations"]}
@@ -100,7 +103,7 @@ def rank_memory(config: RunConfig, shape: ModelShape) -> RoleMemory:
     if learner.offload == "optimizer":
         updating["moments, brought back"] = max(host.values())
     return RoleMemory(
-        certain={owner: mb for owner, mb in held.items() if owner not in host},
+        certain=certain,
         host=host,
         passing=passing,
         updating=updating,
@@ -166,6 +169,11 @@ def published_mb(config: RunConfig, shape: ModelShape) -> float:
     return shape.parameters * number_bytes(config.model) / MB
 
 
+def handed_over_mb(config: RunConfig, version: float) -> float:
+    """Of a rank, with `sync.transport: device_handles`: two buckets, or less where a version is smaller."""
+    return min(2 * config.sync.block_mb, version)
+
+
 def on_the_way_mb(config: RunConfig, shape: ModelShape, transport: str) -> float:
     """Of main memory on a node that weights come to, beside its processes: once, however many generators it has."""
     return published_mb(config, shape) if transport in ("shared_memory", "object_store") else 0.0
@@ -188,7 +196,8 @@ def held_on_this_machine(config: RunConfig, shape: ModelShape) -> dict[str, floa
     runtime = config.runtime
     if runtime.address is not None or runtime.gpus_per_learner or runtime.gpus_per_generator:
         return {}
-    transport = config.sync.transport_between(one_process=False, one_host=True)
+    one_device = runtime.placement == "colocated"
+    transport = config.sync.transport_between(one_process=False, one_host=True, one_device=one_device)
     rank, generator = rank_memory(config, shape), generator_memory(config, shape)
     ranks, replicas = config.learner.ranks, config.generator.replicas
     held = {

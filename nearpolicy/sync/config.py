@@ -15,6 +15,7 @@ _ONLY_OF = {
     "anchor_every": ("files",),
     "bucket_mb": ("broadcast", "device_handles"),
 }
+BLOCK_MB = 32.0
 
 
 class SyncConfig(ConfigModel):
@@ -64,6 +65,11 @@ class SyncConfig(ConfigModel):
         if self.anchor_every is not None and self.delta is False:
             raise ValueError("sync.anchor_every has no effect with sync.delta=false, where every version is whole")
         return self
+
+    @property
+    def block_mb(self) -> float:
+        """With `device_handles`: of each of the two blocks that a rank keeps."""
+        return self.bucket_mb or BLOCK_MB
 
     def transport_between(
         self, *, one_process: bool, one_host: bool, one_device: bool = False, on_gpus: bool = False

@@ -11,7 +11,7 @@ from nearpolicy.sync.shipping import Peers, Receiver, Sender
 if TYPE_CHECKING:
     import torch
 
-BUCKET_MB, BLOCK_MB, ANCHOR_EVERY = 64.0, 32.0, 16
+BUCKET_MB, ANCHOR_EVERY = 64.0, 16
 
 
 def make_sender(
@@ -53,7 +53,7 @@ def make_sender(
             timeout_s=config.timeout_s,
             peers=peers,
             wire=wire,
-            bucket_mb=config.bucket_mb or BLOCK_MB,
+            bucket_mb=config.block_mb,
             host=host,
             backend=backend,
             device=device,

@@ -69,8 +69,8 @@ def test_a_look_at_nobody_ends_by_name():
         look_at(patience_s=0.01)
 
 
-def place(node: str) -> Place:
-    return Place(node=node, node_id=node, pid=1, versions={})
+def place(node: str, device: str | None = None) -> Place:
+    return Place(node=node, node_id=node, pid=1, versions={}, device=device)
 
 
 @pytest.mark.parametrize(
@@ -98,3 +98,52 @@ def test_a_generator_that_weights_cannot_reach_is_refused_by_name():
     require_reached("broadcast", "generator 2", place("b"), [place("a")])
     with pytest.raises(ConfigError, match=r"generator 2 is on b.*sync\.transport"):
         require_reached("shared_memory", "generator 2", place("b"), [place("a")])
+
+
+def colocated(transport: str, learner: str, generators: str) -> tuple[SimpleNamespace, list[Place]]:
+    """Places as node and number of a GPU, `-` for none."""
+    places = [place(p[0], None if p[1] == "-" else f"cuda GPU-{p[1]}") for p in (learner + " " + generators).split()]
+    half = {"gpus_per_learner": 0.5, "gpus_per_generator": 0.5}
+    config = SimpleNamespace(
+        sync=SyncConfig(transport=transport),
+        runtime=RuntimeConfig(kind="ray", placement="colocated", **half),
+        generator=SimpleNamespace(replicas=len(generators.split()), most=len(generators.split())),
+        learner=SimpleNamespace(ranks=len(learner.split())),
+    )
+    return config, places
+
+
+@pytest.mark.parametrize(
+    ("transport", "ranks", "generators", "found"),
+    [
+        ("auto", "a1 a2", "a1 a2", "device_handles"),
+        ("auto", "a1 b1", "a1 b1", "device_handles"),
+        ("auto", "a1 a2", "a2 a1", "shared_memory"),
+        ("auto", "a- a-", "a- a-", "shared_memory"),  # on CPUs it saves nothing
+        ("auto", "a1 b1", "b1 a1", "broadcast"),
+        ("device_handles", "a- a-", "a- a-", "device_handles"),
+        ("device_handles", "a- b-", "a- b-", "device_handles"),
+        ("broadcast", "a1 a2", "a1 a2", "broadcast"),
+    ],
+)
+def test_colocated_weights_go_by_handles_where_a_rank_and_its_generator_share_a_gpu(
+    transport, ranks, generators, found
+):
+    assert chosen(*colocated(transport, ranks, generators)) == found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "generators", "message"),
+    [
+        ("a1 a2", "a1 a3", "generator 1 computes on cuda GPU-3 of a and its rank of the learner on cuda GPU-2 of a"),
+        ("a1", "a-", "generator 0 computes on the CPU of a and its rank of the learner on cuda GPU-1 of a"),
+        ("a-", "b-", "generator 0 computes on the CPU of b and its rank of the learner on the CPU of a"),
+    ],
+)
+def test_handles_between_devices_are_refused_before_anything_is_loaded(ranks, generators, message):
+    with pytest.raises(ConfigError, match=message):
+        chosen(*colocated("device_handles", ranks, generators))
+    with pytest.raises(ConfigError, match=message):
+        number = len(ranks.split()) - 1
+        _, places = colocated("device_handles", ranks, generators)
+        require_reached("device_handles", f"generator {number}", places[-1], places, places[number])

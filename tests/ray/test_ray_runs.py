@@ -156,6 +156,36 @@ def test_roles_that_take_turns_give_what_they_give_side_by_side(actors, bound):
     assert bound or fingerprints("together") == fingerprints("apart")
 
 
+HANDLES = ("runtime=ray", "runtime.placement=colocated", "sync.transport=device_handles")
+
+
+def test_weights_come_from_the_rank_of_the_same_place_by_handles(actors):
+    said: list[str] = []
+    settings = ("generator.replicas=2", "learner.ranks=2", "queue.max_staleness=2")
+    session = train("handles", *HANDLES, *settings, said=said)
+    assert session.runtime._transport == "device_handles"
+    assert not any("is behind" in text or "was lost" in text for text in said), said
+    require_whole("handles", bound=2, steps=3)
+
+
+def test_whoever_dies_where_weights_go_by_handles_the_run_ends_with_the_weights_of_an_undisturbed_one(actors):
+    """A generator after one step, then the rank that its successor has opened the memory of."""
+    import ray
+
+    said: list[str] = []
+
+    def kill(session: Session, step: int) -> None:
+        if step in (0, 2):
+            victims = session.runtime._ranks if step else session.runtime._generators
+            ray.kill(victims[0], no_restart=True)
+
+    alone("whole", "run.steps=4")
+    train("killed", *HANDLES, "run.steps=4", "checkpoint.every=0", on_step=kill, said=said)
+    assert fingerprints("killed") == fingerprints("whole")
+    require_whole("killed", bound=0, steps=4)
+    assert any("a rank of the learner died" in text for text in said), said
+
+
 def test_a_generator_that_joins_late_samples_what_the_first_one_would_have(actors):
     until: list[int] = []
 

@@ -17,6 +17,11 @@ from nearpolicy.sync.config import SyncConfig
             {"transport": "files", "path": "/x", "bucket_mb": 8},
             "sync.bucket_mb has no effect with sync.transport=files",
         ),
+        (
+            {"bucket_mb": 8},
+            "sync.bucket_mb has no effect with sync.transport=auto; set sync.transport=broadcast or "
+            "sync.transport=device_handles, or leave",
+        ),
         ({"transport": "files"}, "sync.transport=files needs sync.path"),
         ({"transport": "files", "path": "/x", "delta": False, "anchor_every": 2}, "no effect with sync.delta=false"),
     ],
@@ -31,26 +36,35 @@ def test_a_dumped_section_is_read_again():
         SyncConfig(),
         SyncConfig(transport="files", path="/x"),
         SyncConfig(transport="broadcast", bucket_mb=2),
+        SyncConfig(transport="device_handles", bucket_mb=2),
     ):
         assert SyncConfig(**config.model_dump(mode="json")) == config
 
 
 @pytest.mark.parametrize(
-    ("transport", "one_process", "one_host", "expected"),
+    ("transport", "where", "expected"),
     [
-        ("auto", True, True, "direct"),
-        ("auto", False, True, "shared_memory"),
-        ("auto", False, False, "broadcast"),
-        ("broadcast", False, True, "broadcast"),
-        ("direct", False, True, "needs learner and generator in one process"),
-        ("broadcast", True, True, "sync.transport=broadcast has no effect where"),
-        ("shared_memory", False, False, "needs learner and generators on one host"),
+        ("auto", "one_process one_host", "direct"),
+        ("auto", "one_process one_host one_device on_gpus", "direct"),
+        ("auto", "one_host", "shared_memory"),
+        ("auto", "one_host one_device", "shared_memory"),
+        ("auto", "one_host on_gpus", "shared_memory"),
+        ("auto", "one_device on_gpus", "device_handles"),  # of each pair
+        ("auto", "", "broadcast"),
+        ("broadcast", "one_host one_device on_gpus", "broadcast"),
+        ("device_handles", "one_host one_device", "device_handles"),
+        ("device_handles", "one_host on_gpus", "needs a rank of the learner on the device of each generator"),
+        ("device_handles", "one_process one_host", "sync.transport=device_handles has no effect where"),
+        ("direct", "one_host", "needs learner and generator in one process"),
+        ("broadcast", "one_process one_host", "sync.transport=broadcast has no effect where"),
+        ("shared_memory", "", "needs learner and generators on one host"),
     ],
 )
-def test_the_transport_follows_from_where_the_roles_are(transport, one_process, one_host, expected):
+def test_the_transport_follows_from_where_the_roles_are(transport, where, expected):
     config = SyncConfig(transport=transport)
+    facts = {"one_process": False, "one_host": False} | dict.fromkeys(where.split(), True)
     if " " not in expected:
-        assert config.transport_between(one_process=one_process, one_host=one_host) == expected
+        assert config.transport_between(**facts) == expected
         return
     with pytest.raises(ValueError, match=expected):
-        config.transport_between(one_process=one_process, one_host=one_host)
+        config.transport_between(**facts)

@@ -92,6 +92,8 @@ class Place:
     """Of the node, as Ray numbers them: those of this actor."""
     free_gpu_mb: float | None = None
     """Memory that the first of them could give."""
+    device: str | None = None
+    """Which one that is, wherever it is asked for; None for the CPU."""
 
 
 def here() -> Place:
@@ -105,6 +107,7 @@ def here() -> Place:
     versions = {"python": ".".join(map(str, sys.version_info[:3])), **installed}
     node_id = ray.get_runtime_context().get_node_id()
     gpus = tuple(map(str, ray.get_runtime_context().get_accelerator_ids().get("GPU", ())))
+    free_gpu_mb, device = _gpu() if gpus else (None, None)
     return Place(
         node=platform.node(),
         node_id=node_id,
@@ -113,18 +116,22 @@ def here() -> Place:
         actor_id=ray.get_runtime_context().get_actor_id(),
         free_mb=available_memory_mb(),
         gpus=gpus,
-        free_gpu_mb=_free_gpu_mb() if gpus else None,
+        free_gpu_mb=free_gpu_mb,
+        device=device,
     )
 
 
-def _free_gpu_mb() -> float | None:
-    """Of the device that roles here will compute on; None if torch finds none. This has never run on one."""
+def _gpu() -> tuple[float | None, str | None]:
+    """Free memory and identity of the device that roles here will compute on; None if torch finds none. This has never
+    run on one."""
     import torch
 
-    from nearpolicy.models.device import pick_device
+    from nearpolicy.models.device import identity, pick_device
 
     device = pick_device()
-    return None if device.type == "cpu" else torch.accelerator.get_memory_info(device)[0] / 2**20
+    if device.type == "cpu":
+        return None, None
+    return torch.accelerator.get_memory_info(device)[0] / 2**20, identity(device)
 
 
 def require_same_versions(places: Sequence[Place]) -> None:

@@ -270,7 +270,8 @@ class RayRuntime:
         self._generators[place] = actor
         where: Place = await self._started(f"{name} to begin", actor.here.remote())
         require_same_versions([where])
-        require_reached(self._transport, name, where, self._places)
+        takes_turns = self._config.runtime.placement == "colocated"
+        require_reached(self._transport, name, where, self._places, self._places[place] if takes_turns else None)
         if self._shape is not None:
             require_memory(self._config, self._shape, [], [where], self._transport)
         self._require_as_exact(name, await self._load_generator(place))
