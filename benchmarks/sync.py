@@ -10,6 +10,10 @@ sent. Pairs alternate, a ratio is the time of the plain operation over ours: 0.7
 - broadcast: a delivery to two receivers in other processes, from its begin until both have said that they have all
   bytes (the learner's part); against one gloo broadcast of one block of the same size in the same processes, and a
   barrier. seconds_until_checked: until both have compared all digests with those that were sent.
+- device_handles: a delivery to one generator in another process, which copies each bucket into its memory, from the
+  delivery's begin until all is there; against one plain copy of the bytes by all cores. Each byte is copied twice, out
+  of the learner's weights into a block and out of that, by one core each, which work side by side: half the speed of a
+  plain copy is the most there is. Blocks of main memory: no GPU has been measured.
 - delta: bytes of a change over bytes of the weights, bfloat16, for updates that leave 98 and 99 % of the elements as
   they were (Adam-like: normal numbers, whose size over a learning rate of 1e-6 is reported), and for one of 0.3
   learning rates. The model was quantised once; a hundredth of noise takes its weights off that grid.
@@ -17,6 +21,7 @@ sent. Pairs alternate, a ratio is the time of the plain operation over ours: 0.7
   between two decode steps, less a plain copy of the bytes by as many threads, against a decode step and 10 ms. The
   first swap, which faults in memory that the engine's model shares with its file, is listed and not counted.
 - colocated: learner and engine in one process; the engine's weights are made anew beside the learner's, and filled.
+  With handles: in two processes. What the engine's grows by counts the learner's blocks, which it has open.
 
 The last line is one JSON object. Only CPUs and gloo have been measured.
 """
@@ -47,6 +52,7 @@ from nearpolicy.roles import Weights  # noqa: E402
 from nearpolicy.sync import delta  # noqa: E402
 from nearpolicy.sync.broadcast import BroadcastReceiver, BroadcastSender  # noqa: E402
 from nearpolicy.sync.collective import Group  # noqa: E402
+from nearpolicy.sync.device_handles import DeviceHandlesReceiver, DeviceHandlesSender  # noqa: E402
 from nearpolicy.sync.shared_memory import SharedMemoryReceiver, SharedMemorySender, _blocks, in_threads  # noqa: E402
 from nearpolicy.sync.shipping import arrived, load_arrived, ship  # noqa: E402
 
@@ -97,6 +103,32 @@ def shared_memory(tensors: Tensors, parts: dict[str, str], pairs: int, far: Any)
     return {"shared_memory_send": sending, "shared_memory_receive": receiving}
 
 
+def device_handles(folder: Path, tensors: Tensors, parts: dict[str, str], pairs: int, far: Any) -> dict[str, Any]:
+    sender, name = DeviceHandlesSender(timeout_s=TIMEOUT_S), "generator 0"
+
+    def handed(act: Any, *arguments: Any) -> tuple[float, Any]:
+        shipped = ship(weights_of(tensors, 0, parts), sender)
+        answer = far.apply_async(act, (shipped, *arguments))
+        begin = time.perf_counter()
+        sender.deliver(shipped.shipment, [name])
+        return time.perf_counter() - begin, answer.get()
+
+    try:
+        _, switch = handed(far_switches, str(folder))
+        if handed(far_fills)[1] != parts:
+            raise SystemExit("what was handed over is not what was sent")
+        plain, seconds = PlainCopy(size_of(tensors)), {"ours": [], "theirs": []}
+        runs = {"ours": lambda: handed(far_fills, False)[0], "theirs": lambda: timed(plain, [])}
+        for pair in range(pairs):
+            for which in ["ours", "theirs"][:: 1 if pair % 2 == 0 else -1]:
+                seconds[which].append(runs[which]())
+    finally:
+        sender.close()
+    sizes = [tensor.nbytes / 2**20 for tensor in tensors.values()]
+    switch["megabytes_allowed"] = round(sum(sizes) + max(sizes), 1)
+    return {"device_handles": ratios(seconds["ours"], seconds["theirs"]), "colocated_by_handles": switch}
+
+
 _far: dict[str, Any] = {}
 """What lives in a helper process."""
 
@@ -128,6 +160,40 @@ def far_copies(shipped: Weights, pairs: int) -> dict[str, Any]:
     if digests(held) != dict(shipped.digests):
         raise SystemExit("what was copied out of shared memory is not what was sent")
     return found
+
+
+def far_handles(shipped: Weights) -> Any:
+    torch.set_num_threads(1)
+    return arrived(shipped, _far.setdefault("device_handles", DeviceHandlesReceiver("generator 0")))
+
+
+def far_fills(shipped: Weights, digested: bool = True) -> dict[str, str]:
+    """Memory of a generator, as it comes."""
+    with far_handles(shipped) as here:
+        if "held" not in _far:
+            _far["held"] = {n: torch.zeros(t.shape, dtype=t.dtype) for n, t in here.tensors.outline.items()}
+        held = _far["held"]
+        for stretches in here.tensors.rounds():
+            for each in stretches:
+                target = held[each.name].view(-1)[each.begin : each.begin + each.values.numel()]
+                in_threads(1, [(target, each.values)])
+    return digests(held) if digested else {}
+
+
+def far_switches(shipped: Weights, folder: str) -> dict[str, Any]:
+    """An engine's weights, made and filled beside the learner's."""
+    model = unmade(Path(folder))
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before, begin = memory_mb("VmRSS"), time.perf_counter()
+    with far_handles(shipped) as here:
+        model = model.to_empty(device="cpu")
+        model.tie_weights()
+        if load_and_digest(model, here.tensors) != shipped.digests:
+            raise SystemExit("the engine does not hold what was handed over")
+    return {
+        "seconds_switch": round(time.perf_counter() - begin, 4),
+        "megabytes_above_learner": round(memory_mb("VmHWM") - before, 1),
+    }
 
 
 def far_raw(port: int, rank: int, size: int, rounds: int) -> None:
@@ -305,10 +371,7 @@ def pause(folder: Path, tensors: Tensors, parts: dict[str, str], swaps: int) -> 
 
 def colocated(folder: Path, tensors: Tensors, parts: dict[str, str]) -> dict[str, Any]:
     """The engine's weights made beside the learner's, and filled: memory above the learner's own, and time."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    model = unmade(folder)
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = memory_mb("VmRSS")
     begin = time.perf_counter()
@@ -323,6 +386,14 @@ def colocated(folder: Path, tensors: Tensors, parts: dict[str, str]) -> dict[str
         "megabytes_above_learner": round(memory_mb("VmHWM") - before, 1),
         "megabytes_allowed": round(sum(sizes) + max(sizes), 1),
     }
+
+
+def unmade(folder: Path) -> Any:
+    """A model without memory."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
 
 
 def memory_mb(field: str) -> float:
@@ -350,6 +421,7 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as one, context.Pool(1) as other:
         result |= shared_memory(tensors, parts, pairs, one)
+        result |= device_handles(folder, tensors, parts, pairs, other)
         result["broadcast"] = broadcast(tensors, parts, pairs, [one, other])
     result["delta"] = [changes(tensors, share) for share in (0.98, 0.99, None)]
     result["pause"] = pause(folder, tensors, parts, 3 if pairs == 2 else 5)

@@ -155,7 +155,8 @@ class DeviceHandlesSender:
     def deliver(self, shipment: Shipment, members: Sequence[str], awaited: Sequence[str] | None = None) -> list[str]:
         """Who has read all of it, of all ranks. Of ``awaited`` those of this rank are waited for. `SyncError` if nobody
         has, and on the second call: pieces that were made for it are not kept."""
-        if self._shards is None or shipment.place.serial != self._serial:
+        place: Place = shipment.place
+        if self._shards is None or (place.serial, place.ranks) != (self._serial, self._ranks):
             raise SyncError(f"version {shipment.version} cannot be handed over any more, the learner has gone on")
         self._deadline = time.monotonic() + 2 * self._timeout_s
         mine = {name for name in members if rank_of(name, self._peers.size) == self._peers.rank}

@@ -11,6 +11,7 @@ import torch
 from driving import learner_logprobs, make_engine, make_request
 from learner_cases import EXACT, learner, model_folder, random_rows
 
+from nearpolicy.errors import SyncError
 from nearpolicy.generator.runner import EngineRunner
 from nearpolicy.learner.checkpoint import load_state, save_checkpoint
 from nearpolicy.learner.report import TokenStats
@@ -21,6 +22,7 @@ from nearpolicy.models.lora import LoraPolicy
 from nearpolicy.models.weights import digests, named_weights
 from nearpolicy.roles import Completion, Request
 from nearpolicy.sync.config import SyncConfig
+from nearpolicy.sync.device_handles import DeviceHandlesReceiver, DeviceHandlesSender
 from nearpolicy.sync.publisher import Publisher
 from nearpolicy.sync.shipping import load_arrived, ship
 from nearpolicy.sync.transports import make_receiver, make_sender
@@ -142,6 +144,51 @@ def test_whatever_way_the_weights_take_the_engine_holds_those_of_the_learner(tra
             way.receiver.close()
 
     asyncio.run(scenario())
+
+
+def test_an_engine_whose_rank_is_lost_in_the_middle_samples_nothing_until_it_has_whole_weights(monkeypatch):
+    """Buckets of 4 KB: the first ones are in the model when the rank fails."""
+    own, filled = learner(), []
+    sender = DeviceHandlesSender(timeout_s=60, bucket_mb=4096 / 2**20)
+    receiver = DeviceHandlesReceiver("generator 0")
+    plain = sender._fill
+
+    def fill(memory, begin, parts):
+        filled.append(begin)
+        if len(filled) == 3:
+            raise RuntimeError("it is lost")
+        plain(memory, begin, parts)
+
+    monkeypatch.setattr(sender, "_fill", fill)
+
+    async def published(runner: EngineRunner) -> None:
+        shipped = ship(own.weights(None), sender)
+        delivery = asyncio.to_thread(sender.deliver, shipped.shipment, ["generator 0"])
+        load = load_arrived(runner.load, shipped, receiver)
+        for found in await asyncio.gather(load, delivery, return_exceptions=True):
+            if isinstance(found, Exception):
+                raise found
+
+    async def scenario() -> None:
+        runner = EngineRunner(make_engine(load_policy(model_folder(), known_to_fit=True), EXACT))
+        try:
+            await published(runner)
+        except SyncError as error:
+            assert "the rank that hands version 0 over is gone, or gave up" in str(error)
+        else:
+            raise AssertionError("a version of which three buckets came was taken")
+        waiting = asyncio.create_task(sampled(runner, make_request(12, n=2, max_tokens=5, id="0")))
+        plain_sgd_step(own, rate=3.0)
+        await published(runner)
+        completions = await waiting
+        assert {v for c in completions for v in c.versions.tolist()} == {1}
+        assert digests(named_weights(runner._engine.policy.model)) == own.weights(None).digests
+        runner.close()
+
+    asyncio.run(scenario())
+    assert len(filled) > 3 + 5
+    receiver.close()
+    sender.close()
 
 
 def base_of_ones(folder) -> None:
