@@ -301,6 +301,20 @@ def test_run_is_named_after_the_recipe_unless_it_has_a_name(load):
         (["model.path=hub:some/model"], ["`hub:` means nothing", "package:, random:"]),
         (["evaluation.pass_k=[8]", "evaluation.pass_samples=4"], ["evaluation.pass_samples is 4", "pass@8"]),
         (["evaluation.num_samples=4"], ["evaluation.num_samples is 4", "temperature"]),
+        (
+            ["runtime=ray", "sync.transport=device_handles"],
+            ["sync.transport=device_handles leads from", "set runtime.placement: colocated"],
+        ),
+        (["sync.transport=device_handles"], ["sync.transport=device_handles has no effect where", "runtime.kind=ray"]),
+        (
+            [
+                "runtime=ray",
+                "runtime.placement=colocated",
+                "sync.transport=device_handles",
+                "sync.timeout_s=300",
+            ],
+            ["twice sync.timeout_s=300", "after runtime.rank_timeout_s=600"],
+        ),
     ],
 )
 def test_contradiction_names_both_settings(load, overrides, parts):

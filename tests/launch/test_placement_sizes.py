@@ -251,6 +251,34 @@ def test_tokens_under_way_take_eight_bytes_each_and_more_than_the_object_store_i
     assert not any("object store" in text for text in warnings(few, SHAPE))
 
 
+COLOCATED = ("runtime.placement=colocated", "generator.replicas=4")
+HALVES = ("runtime.gpus_per_learner=0.5", "runtime.gpus_per_generator=0.5")
+
+
+@pytest.mark.parametrize(
+    ("settings", "mb"),
+    [
+        ((*COLOCATED, "sync.transport=device_handles"), 64),
+        ((*COLOCATED, "sync.transport=device_handles", "sync.bucket_mb=100"), 200),
+        ((*COLOCATED, "sync.transport=device_handles", "sync.bucket_mb=400"), 512),  # there is no more to hand over
+        ((*COLOCATED, *HALVES), 64),
+        (COLOCATED, None),
+        ((*COLOCATED, *HALVES, "sync.transport=shared_memory"), None),
+        ((*COLOCATED, "runtime.gpus_per_learner=1", "runtime.gpus_per_generator=1"), None),
+    ],
+)
+def test_a_rank_keeps_two_buckets_where_it_hands_weights_over_and_its_generator_nothing_more(settings, mb):
+    assert rank(*settings).certain.get("weights that are handed over") == mb
+    assert generator_memory(config(*settings), SHAPE).certain == generator_memory(config(*COLOCATED), SHAPE).certain
+
+
+def test_check_says_that_a_rank_hands_weights_to_the_generator_beside_it(capsys):
+    out = told(capsys, str(RECIPES / "cluster_colocated.yaml"), "runtime.address=auto")
+    assert "auto: each rank hands all of it to the generator beside it, out of 64 MB of its own" in " ".join(
+        out.split()
+    )
+
+
 def test_a_version_larger_than_the_object_store_of_a_local_ray_is_pointed_out():
     large = replace(SHAPE, parameters=2**31)
     of = config("sync.transport=object_store", "learner.ranks=1")

@@ -115,11 +115,11 @@ class Shipping:
         return await load_arrived(self.runner.load, weights, self.receiver)
 
 
-@pytest.mark.parametrize("adapter_only", [False, True])
+@pytest.mark.parametrize("what", ["all", "merged", "adapter_only"])
 @pytest.mark.parametrize("transport", ["shared_memory", "broadcast", "device_handles", "files"])
-def test_whatever_way_the_weights_take_the_engine_holds_those_of_the_learner(transport, adapter_only, tmp_path):
-    policy = None
-    if adapter_only:
+def test_whatever_way_the_weights_take_the_engine_holds_those_of_the_learner(transport, what, tmp_path):
+    policy, adapter_only = None, what == "adapter_only"
+    if what != "all":
         model = load_policy(model_folder(), known_to_fit=True).model
         policy = LoraPolicy(model, rank=2, alpha=4.0, target_modules=("q_proj", "down_proj"), seed=0)
     own = learner(policy=policy) if policy else learner()
