@@ -42,16 +42,20 @@ class Block:
         self.descriptors: Sequence[int] = ()
         if device.type == "cpu":
             self.memory, self.descriptors = _of_a_file(nbytes)
-            self.handle = pickle.dumps((nbytes, None))
         elif device.type == "cuda":
-            from torch.multiprocessing.reductions import reduce_tensor
-
             with allocations_of_their_own():
                 self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
             settle(device)
-            self.handle = pickle.dumps((nbytes, (self.memory.device.index, *reduce_tensor(self.memory))))
         else:
             raise SyncError(f"memory of {device} cannot be opened by another process; leave sync.transport out")
+
+    def handle(self) -> bytes:
+        """For one process that opens it, once: torch counts who has opened an allocation of CUDA's, by handle."""
+        if self.memory.device.type == "cpu":
+            return pickle.dumps((self.memory.numel(), None))
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        return pickle.dumps((self.memory.numel(), (self.memory.device.index, *reduce_tensor(self.memory))))
 
     def close(self) -> None:
         """Who has opened it reads what is there until he lets go of it, and nothing of use."""

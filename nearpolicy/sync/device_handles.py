@@ -316,7 +316,7 @@ class DeviceHandlesSender:
         for reader in readers:
             if reader in self._readers and block not in reader.knows:
                 reader.knows = [b for b in reader.knows if b in self._blocks] + [block]
-                self._tell(reader, "block", number % 2, block.handle, block=block)
+                self._tell(reader, "block", number % 2, block.handle(), block=block)
             if reader in self._readers:
                 reader.unread.add(number)
                 self._tell(reader, "filled", self._serial, number)

@@ -44,6 +44,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "ready": ("queue.max_staleness=2", "queue.order=ready", "runtime.verifiers=2", "runtime.controller=actor"),
     "colocated": (
         "queue.max_staleness=1", "runtime.placement=colocated", "learner.ranks=2", "sync.weight_sync_steps=2",
+        "sync.transport=device_handles",
     ),
     "goes on": (
         "queue.max_staleness=2", "run.numerics=fast", "sampling.max_completion_length=40", "runtime.controller=actor",

@@ -377,7 +377,7 @@ def test_a_block_ends_with_the_last_process_that_has_it(helper):
     block = blocks.Block(1 << 20, torch.device("cpu"))
     block.memory.fill_(7)
     own = os.dup(block.descriptors[0])
-    memory = blocks.opened(block.handle, [own], torch.device("cpu"))
+    memory = blocks.opened(block.handle(), [own], torch.device("cpu"))
     block.close()
     assert int(memory.sum()) == 7 << 20
     with pytest.raises(OSError, match="Bad file descriptor"):
