@@ -195,12 +195,8 @@ class DeviceHandlesSender:
 
     def _come(self, mine: set[str], awaited: set[str]) -> list[_Reader]:
         """Those of this rank that are ready to read this shipment."""
-
-        def waited_for(how: Callable[[_Reader], int]) -> bool:
-            return awaited <= {r.name for r in self._readers if how(r) == self._serial}
-
         with waiting("publication", f"{', '.join(sorted(awaited))} to come for their weights"):
-            self._listen(self._timeout_s / 4, lambda: waited_for(lambda r: r.here))
+            self._listen(self._timeout_s / 4, lambda: awaited <= {r.name for r in self._at_hand(awaited)})
         with waiting("publication", "generators to let their sequences end"):
             self._listen(self._timeout_s, lambda: all(r.ready == r.here for r in self._at_hand(awaited)))
         return [r for r in self._at_hand(mine) if r.ready == self._serial]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import threading
 import time
@@ -414,3 +415,37 @@ def test_memory_that_others_may_open_is_not_of_segments_that_grow_and_settings_c
         assert get() == settings
     finally:
         put(before)
+
+
+def cannot() -> torch.Tensor:
+    raise RuntimeError("CUDA error: invalid device context")
+
+
+@pytest.mark.parametrize(
+    ("handle", "message"),
+    [
+        ((3, cannot), "the learner calls its device 3, and this generator calls the same one None"),
+        ((None, cannot, ()), "memory of the learner cannot be opened on cpu: RuntimeError: CUDA error: invalid device"),
+    ],
+)
+def test_memory_that_cannot_be_opened_is_refused_with_the_reason(handle, message):
+    with pytest.raises(SyncError, match=message):
+        blocks.opened(pickle.dumps((64, handle + ((),) * (3 - len(handle)))), [], torch.device("cpu"))
+    with pytest.raises(SyncError, match="memory of meta cannot be opened by another process"):
+        blocks.Block(64, torch.device("meta"))
+
+
+def test_a_process_of_another_user_is_not_heard(monkeypatch):
+    listener = blocks.Listener()
+    monkeypatch.setattr(os, "getuid", lambda: -5)
+    with pytest.raises(blocks.Gone, match=r"a process of user .* is there"):
+        blocks.line_to(listener.address)
+    with pytest.raises(blocks.Gone, match=r"a process of user .* is there"):
+        listener.accept()
+    listener.close()
+
+
+def test_elsewhere_than_on_linux_it_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(blocks.sys, "platform", "darwin")
+    with pytest.raises(SyncError, match=r"sync\.transport=device_handles needs Linux, and this is darwin"):
+        sender_of()
