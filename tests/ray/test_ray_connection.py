@@ -12,7 +12,7 @@ from nearpolicy.errors import ConfigError, EngineError
 from nearpolicy.launch.ray.calls import Place
 from nearpolicy.launch.ray.cluster import Cluster
 from nearpolicy.launch.ray.runtime import AnyMember
-from nearpolicy.launch.ray.transports import chosen, require_reached
+from nearpolicy.launch.ray.transports import Whereabouts, chosen, require_reached
 from nearpolicy.placement import RuntimeConfig
 from nearpolicy.sync.config import SyncConfig
 
@@ -74,35 +74,40 @@ def place(node: str, device: str | None = None) -> Place:
 
 
 @pytest.mark.parametrize(
-    ("transport", "address", "most", "nodes", "found"),
+    ("transport", "address", "most", "nodes", "num_nodes", "found"),
     [
-        ("auto", None, 2, "aa", "shared_memory"),
-        ("auto", "auto", 2, "aa", "shared_memory"),
-        ("auto", "auto", 3, "aa", "broadcast"),  # the third may come to another node
-        ("auto", None, 3, "aa", "shared_memory"),  # there is no other node
-        ("auto", "auto", 2, "ab", "broadcast"),
-        ("shared_memory", "auto", 3, "aa", "shared_memory"),
+        ("auto", None, 2, "aaa", 1, "shared_memory"),
+        ("auto", "auto", 2, "aaa", 1, "shared_memory"),
+        ("auto", "auto", 2, "aaa", 2, "broadcast"),  # one that is lost with its node comes back on the other one
+        ("auto", "auto", 3, "aaa", 1, "broadcast"),  # the third may come with another node
+        ("auto", None, 3, "aaa", 1, "shared_memory"),  # there is no other node
+        ("auto", "auto", 2, "aab", 2, "broadcast"),
+        ("auto", "auto", 2, "a", 1, "shared_memory"),  # all generators are lost
+        ("shared_memory", "auto", 3, "aaa", 2, "shared_memory"),
     ],
 )
-def test_weights_go_where_generators_are_and_may_come_to_be(transport, address, most, nodes, found):
+def test_weights_go_where_generators_are_and_may_come_to_be(transport, address, most, nodes, num_nodes, found):
     config = SimpleNamespace(
         sync=SyncConfig(transport=transport),
         runtime=RuntimeConfig(kind="ray", address=address),
         generator=SimpleNamespace(replicas=2, most=most),
     )
-    assert chosen(config, [place(node) for node in nodes]) == found
+    learner, *generators = (place(node) for node in nodes)
+    assert chosen(config, Whereabouts([learner], dict(enumerate(generators)), num_nodes)) == found
 
 
 def test_a_generator_that_weights_cannot_reach_is_refused_by_name():
-    require_reached("shared_memory", "generator 2", place("a"), [place("a")])
-    require_reached("broadcast", "generator 2", place("b"), [place("a")])
+    require_reached("shared_memory", 2, place("a"), [place("a")])
+    require_reached("broadcast", 2, place("b"), [place("a")])
     with pytest.raises(ConfigError, match=r"generator 2 is on b.*sync\.transport"):
-        require_reached("shared_memory", "generator 2", place("b"), [place("a")])
+        require_reached("shared_memory", 2, place("b"), [place("a")])
 
 
-def colocated(transport: str, learner: str, generators: str) -> tuple[SimpleNamespace, list[Place]]:
+def colocated(transport: str, learner: str, generators: str) -> tuple[SimpleNamespace, Whereabouts]:
     """Places as node and number of a GPU, `-` for none."""
-    places = [place(p[0], None if p[1] == "-" else f"cuda GPU-{p[1]}") for p in (learner + " " + generators).split()]
+    ranks, others = (
+        [place(p[0], None if p[1] == "-" else f"cuda GPU-{p[1]}") for p in of.split()] for of in (learner, generators)
+    )
     half = {"gpus_per_learner": 0.5, "gpus_per_generator": 0.5}
     config = SimpleNamespace(
         sync=SyncConfig(transport=transport),
@@ -110,7 +115,7 @@ def colocated(transport: str, learner: str, generators: str) -> tuple[SimpleName
         generator=SimpleNamespace(replicas=len(generators.split()), most=len(generators.split())),
         learner=SimpleNamespace(ranks=len(learner.split())),
     )
-    return config, places
+    return config, Whereabouts(ranks, dict(enumerate(others)), 1)
 
 
 @pytest.mark.parametrize(
@@ -145,5 +150,5 @@ def test_handles_between_devices_are_refused_before_anything_is_loaded(ranks, ge
         chosen(*colocated("device_handles", ranks, generators))
     with pytest.raises(ConfigError, match=message):
         number = len(ranks.split()) - 1
-        _, places = colocated("device_handles", ranks, generators)
-        require_reached("device_handles", f"generator {number}", places[-1], places, places[number])
+        _, there = colocated("device_handles", ranks, generators)
+        require_reached("device_handles", number, there.generators[number], there.ranks)

@@ -89,6 +89,12 @@ class Cluster:
                 "add nodes"
             )
 
+    def num_nodes(self) -> int:
+        """That are there now."""
+        import ray
+
+        return sum(node["Alive"] for node in ray.nodes())
+
     async def make_room(self, bundles: Sequence[Resources]) -> None:
         """All bundles or none."""
         from ray.util.placement_group import placement_group

@@ -23,6 +23,8 @@ from nearpolicy.waits import waiting
 
 MOST_LOSSES = 3
 """Times that ranks may die over one question before the run ends."""
+PAUSE_S = 1.5
+"""Times the losses: before ranks are begun once more that have been lost as they began."""
 APART_S = 5.0
 """For the answers of the other ranks, once one says that they have come apart."""
 
@@ -53,10 +55,11 @@ class LearnerRanks:
         say: Callable[[str], None],
         *,
         rank_timeout_s: float,
+        pause_s: float = PAUSE_S,
     ) -> None:
         """``spawn``: fresh ranks, the first one first, with the initial weights; those before are killed.
         ``rank_timeout_s``: what ranks wait for one another, and the longest that one takes to answer."""
-        self._rank_timeout_s = rank_timeout_s
+        self._rank_timeout_s, self._pause_s = rank_timeout_s, pause_s
         self._spawn = spawn
         self._tell = tell
         self._say = say
@@ -154,6 +157,9 @@ class LearnerRanks:
             except (RayError, Apart, ConfigError, StandstillError) as error:  # the last two: of fresh ranks
                 losses += 1
                 self._lost(verb, error, losses)
+                if losses > 1:  # Ray may not know yet that their node is gone
+                    with waiting("the run", "another try to begin ranks of the learner"):
+                        await asyncio.sleep(self._pause_s * losses)
             else:
                 return self._taken(answers, join)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ from nearpolicy.launch.ray.learner import LearnerRanks
 from nearpolicy.launch.ray.memory import require_memory
 from nearpolicy.launch.ray.parcels import Keeper
 from nearpolicy.launch.ray.record import ActorRecord
-from nearpolicy.launch.ray.transports import chosen, require_reached
+from nearpolicy.launch.ray.transports import Whereabouts, chosen, require_reached
 from nearpolicy.launch.ray.verifiers import Demand, VerifierPools
 from nearpolicy.launch.runtime import Functions, RunVerifier, Say
 from nearpolicy.launch.sizes import model_shape
@@ -71,6 +71,8 @@ class RayRuntime:
         self._connecting = asyncio.Lock()
         self._generators: dict[int, Any] = {}
         self._ranks: list[Any] = []
+        self._rank_places: Sequence[Place] = ()
+        self._generator_places: dict[int, Place] = {}
         self._record: Any = None
         self._verifiers: dict[int, Any] = {}
         self._ranks_are_used = False
@@ -132,16 +134,22 @@ class RayRuntime:
         ranks, replicas = range(self._num_ranks), range(self._config.generator.replicas)
         self._ranks = [self._process("learner", rank) for rank in ranks]
         self._generators = {place: self._process("generator", place) for place in replicas}
-        everybody = [*self._ranks, *self._generators.values()]
-        places: Sequence[Place] = await asyncio.gather(
-            *(self._started("an actor to begin", each.here.remote()) for each in everybody)
+        at_ranks, at_generators = await asyncio.gather(
+            self._places_of(self._ranks), self._places_of(self._generators.values())
         )
-        require_same_versions(places)
-        self._transport, self._places = chosen(self._config, places), places
+        require_same_versions([*at_ranks, *at_generators])
+        self._rank_places, self._generator_places = at_ranks, dict(enumerate(at_generators))
+        self._transport = chosen(self._config, self._whereabouts())
         if (shape := self._shape) is not None:
-            require_memory(self._config, shape, places[: len(ranks)], places[len(ranks) :], self._transport)
+            require_memory(self._config, shape, at_ranks, at_generators, self._transport)
         found = await asyncio.gather(*map(self._load_rank, ranks), *map(self._load_generator, replicas))
         self._settle_numerics(found)
+
+    async def _places_of(self, actors: Iterable[Any]) -> list[Place]:
+        return await asyncio.gather(*(self._started("an actor to begin", each.here.remote()) for each in actors))
+
+    def _whereabouts(self) -> Whereabouts:
+        return Whereabouts(self._rank_places, self._generator_places, self._cluster.num_nodes())
 
     def _settle_numerics(self, found: Sequence[Loaded]) -> None:
         """What all of them can keep: exact if all are, and then the strictest rule of all."""
@@ -270,14 +278,15 @@ class RayRuntime:
         self._generators[place] = actor
         where: Place = await self._started(f"{name} to begin", actor.here.remote())
         require_same_versions([where])
-        takes_turns = self._config.runtime.placement == "colocated"
-        require_reached(self._transport, name, where, self._places, self._places[place] if takes_turns else None)
+        require_reached(self._transport, place, where, self._rank_places)
+        self._generator_places[place] = where
         if self._shape is not None:
             require_memory(self._config, self._shape, [], [where], self._transport)
         self._require_as_exact(name, await self._load_generator(place))
         return await self._member(place, actor)
 
     def _end_generator(self, place: int) -> None:
+        self._generator_places.pop(place, None)
         self._cluster.kill(self._generators.get(place))
 
     def _require_as_exact(self, name: str, loaded: Loaded) -> None:
@@ -297,6 +306,7 @@ class RayRuntime:
             for actor in self._ranks:
                 cluster.kill(actor)
             self._ranks = [self._process("learner", rank) for rank in range(self._num_ranks)]
+            await self._settle_ranks()
             await asyncio.gather(*map(self._load_rank, range(self._num_ranks)))
         self._ranks_are_used = True
         address = None
@@ -306,6 +316,15 @@ class RayRuntime:
         names = map(_rank_name, range(self._num_ranks))
         await asyncio.gather(*(self._started(f"{n} to start", s) for n, s in zip(names, starts, strict=True)))
         return self._ranks
+
+    async def _settle_ranks(self) -> None:
+        """Those in the place of lost ones may be on other nodes, from which weights go another way."""
+        places = await self._places_of(self._ranks)
+        require_same_versions(places)
+        self._rank_places = places
+        self._transport = chosen(self._config, self._whereabouts())
+        if self._shape is not None:
+            require_memory(self._config, self._shape, places, [], self._transport)
 
     def remember(self, bring_back: Callable[[int], Awaitable[None]]) -> None:
         self._learner.bring_back = bring_back

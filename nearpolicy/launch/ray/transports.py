@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nearpolicy.config import RunConfig
@@ -17,33 +18,49 @@ if TYPE_CHECKING:
     from nearpolicy.sync.shipping import Peers, Receiver, Sender
 
 
-def chosen(config: RunConfig, places: Sequence[Place]) -> str:
-    """For ranks in the first of these places and generators in the others, and for those that may come elsewhere on the
-    cluster. `ConfigError` for what cannot work there."""
-    may_grow = config.runtime.address is not None and config.generator.most > config.generator.replicas
-    pairs = _pairs(config, places)
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """Where ranks and generators of a run are, and whether there are other nodes that one could come to."""
+
+    ranks: Sequence[Place]
+    generators: Mapping[int, Place]
+    """By number; those that are there."""
+    num_nodes: int
+    """Of the cluster."""
+
+    @property
+    def everybody(self) -> tuple[Place, ...]:
+        return (*self.ranks, *self.generators.values())
+
+
+def chosen(config: RunConfig, there: Whereabouts) -> str:
+    """The way of weights between them, and to those that may come elsewhere on the cluster: in the place of lost ones,
+    or as more generators. `ConfigError` for what cannot work there."""
+    grows = config.generator.most > config.generator.replicas
+    may_be_elsewhere = config.runtime.address is not None and (grows or there.num_nodes > 1)
+    pairs = _pairs(config, there)
     if config.sync.transport == DEVICE_HANDLES:
-        for number, pair in enumerate(pairs):
+        for number, pair in pairs.items():
             _require_shared(f"generator {number}", *pair)
     try:
-        one_host = len({place.node_id for place in places}) == 1
-        if config.sync.transport == "auto" and may_grow:
+        one_host = len({place.node_id for place in there.everybody}) == 1
+        if config.sync.transport == "auto" and may_be_elsewhere:
             one_host = False
-        one_device = bool(pairs) and all(map(_share, pairs))
-        on_gpus = all(place.device is not None for place in places)
         return config.sync.transport_between(
-            one_process=False, one_host=one_host, one_device=one_device, on_gpus=on_gpus
+            one_process=False,
+            one_host=one_host,
+            one_device=config.runtime.placement == "colocated" and all(map(_share, pairs.values())),
+            on_gpus=all(place.device is not None for place in there.everybody),
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
 
-def _pairs(config: RunConfig, places: Sequence[Place]) -> list[tuple[Place, Place]]:
-    """Rank and generator that take turns in a place."""
+def _pairs(config: RunConfig, there: Whereabouts) -> dict[int, tuple[Place, Place]]:
+    """Rank and generator that take turns in a place, by its number."""
     if config.runtime.placement != "colocated":
-        return []
-    ranks = config.learner.ranks
-    return list(zip(places[:ranks], places[ranks:], strict=True))
+        return {}
+    return {number: (there.ranks[number], generator) for number, generator in there.generators.items()}
 
 
 def _share(pair: tuple[Place, Place]) -> bool:
@@ -61,17 +78,14 @@ def _require_shared(name: str, rank: Place, generator: Place) -> None:
         )
 
 
-def require_reached(
-    transport: str, name: str, place: Place, places: Sequence[Place], rank: Place | None = None
-) -> None:
-    """`ConfigError` for a generator that comes to another node or device than the others, where the way does not lead.
-    ``rank``: where the rank is that it takes turns with."""
-    if transport == DEVICE_HANDLES and rank is not None:
-        _require_shared(name, rank, place)
-    if transport == "shared_memory" and place.node_id not in {each.node_id for each in places}:
+def require_reached(transport: str, number: int, generator: Place, ranks: Sequence[Place]) -> None:
+    """`ConfigError` for a generator that comes where the way does not lead from where the ranks are."""
+    if transport == DEVICE_HANDLES:
+        _require_shared(f"generator {number}", ranks[number], generator)
+    if transport == "shared_memory" and generator.node_id not in {rank.node_id for rank in ranks}:
         raise ConfigError(
-            f"{name} is on {place.node}, and weights go through the memory of {places[0].node}: set sync.transport to "
-            "broadcast, files or object_store"
+            f"generator {number} is on {generator.node}, and weights go through the memory of {ranks[0].node}: set "
+            "sync.transport to broadcast, files or object_store"
         )
 
 
