@@ -62,9 +62,8 @@ class Scene:
         self.refused: list[Exception] = []
         self.said: list[str] = []
         self.brought_back: list[int] = []
-        self.learner = LearnerRanks(
-            self._spawn, lambda *_, **__: None, self.said.append, rank_timeout_s=rank_timeout_s, pause_s=0.0
-        )
+        patience = {"rank_timeout_s": rank_timeout_s, "pause_s": 0.0}
+        self.learner = LearnerRanks(self._spawn, lambda *_, **__: None, self.said.append, **patience)
         self.learner.bring_back = self._bring_back
 
     async def _spawn(self):
@@ -107,7 +106,7 @@ def test_who_asks_while_ranks_come_back_waits_and_finds_them_where_they_were():
 
 
 def test_a_rank_that_gives_no_answer_is_replaced_after_a_bound():
-    scene = Scene(rank_timeout_s=0.2, pause_s=0.0)
+    scene = Scene(rank_timeout_s=0.2)
     scene.hangs = {2}
 
     async def story() -> None:
