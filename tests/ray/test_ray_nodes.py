@@ -1,4 +1,4 @@
-"""Runs over several nodes: one dies with all that lives there, or one comes (`nodes.py`, each with a Ray of its own)."""
+"""Runs over several nodes: one dies with all that lives there, or one comes (`nodes.py`: each has its own Ray)."""
 
 from __future__ import annotations
 
