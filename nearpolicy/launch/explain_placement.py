@@ -137,7 +137,7 @@ def _transport(config: RunConfig, version: float) -> str:
         return f"{transport}: {_WAYS['device_handles'].format(mb=_mb(handed_over_mb(config, version)))}"
     if transport == "auto" and not one_host:
         shared, spread = (_WAYS[way].format(mb=_mb(version)) for way in ("shared_memory", "broadcast"))
-        return f"auto: if all are on one node {shared}; else {spread}"
+        return f"auto: if the cluster is one node {shared}; else {spread}"
     chosen = config.sync.transport_between(one_process=False, one_host=one_host)
     how = "anchors and deltas" if config.sync.delta is not False else "whole versions"
     return f"{chosen}: {_WAYS[chosen].format(mb=_mb(version), how=how)}"
