@@ -100,7 +100,9 @@ class Ranks(Together):
         return self._meshes[replicas]
 
     def shard(self, model: torch.nn.Module, *, replicas: int, offload: bool) -> Sharding:
-        return FullySharded(model, self.mesh(replicas), rank=self.rank, offload=offload)
+        mesh = self.mesh(replicas)
+        with self.agreement("the weights of a model"):  # which each may have to read
+            return FullySharded(model, mesh, rank=self.rank, offload=offload)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from nearpolicy.errors import ConfigError
+from nearpolicy.learner.filling import fill_from_files
 from nearpolicy.models.lora import is_factor
 
 if TYPE_CHECKING:
@@ -47,8 +48,9 @@ class FullySharded(Sharding):
     """Of a root module whose pieces lie on a mesh, (replicas x) shards."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, *, rank: int, offload: bool) -> None:
-        """``offload``: pieces, their gradients and their moments lie in host memory. Gradients are then added up by
-        every micro-batch, so that no rank ever holds whole ones."""
+        """``model``: with its weights, or with the ``files`` that this rank reads its pieces from. ``offload``: pieces,
+        their gradients and their moments lie in host memory. Gradients are then added up by every micro-batch, so that
+        no rank ever holds whole ones."""
         from torch.distributed.fsdp import (
             CPUOffloadPolicy,
             MixedPrecisionPolicy,
@@ -80,10 +82,21 @@ class FullySharded(Sharding):
             module.set_reduce_scatter_unused_params(True, recurse=False)
         if hasattr(model, "states"):
             register_fsdp_forward_method(model, "states")
+        if model.files is not None:
+            self._fill(model, on_host=offload)
         self._open = False
         """Whether gradients of this rank alone are there."""
         self._settled = False
         """Whether gradients of uncut parameters are sums over ranks."""
+
+    def _fill(self, model: nn.Module, *, on_host: bool) -> None:
+        """The weights of a model that has none yet."""
+        device = torch.device("cpu") if on_host else model.files.device
+        fill_from_files(model, model.files, pieces_on=device)
+        model.files = None
+        for parameter in _cut_parameters(model):  # what FSDP2 would find out in the first forward pass
+            parameter.reset_sharded_param()
+        self._replicated = _replicated(model)
 
     def begin(self, *, last: bool) -> None:
         self._model.set_requires_gradient_sync(last or self._every_time)
@@ -104,12 +117,10 @@ class FullySharded(Sharding):
     def forget(self) -> None:
         if self._open:
             self._model.reset_iter_state()
-            for module in _cut_modules(self._model):  # torch 2.13 says that it forgets these too, and does not
-                for group in module._get_fsdp_state()._fsdp_param_groups:
-                    for parameter in group.fsdp_params:
-                        parameter.unsharded_accumulated_grad = None
-                        if hasattr(parameter, "_unsharded_param"):
-                            parameter._unsharded_param.grad = None
+            for parameter in _cut_parameters(self._model):  # torch 2.13 says that it forgets these too, and does not
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
         self._settled = self._open = False
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -161,6 +172,13 @@ def _cut_modules(model: nn.Module) -> Iterator[Any]:
     from torch.distributed.fsdp import FSDPModule
 
     return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def _cut_parameters(model: nn.Module) -> Iterator[Any]:
+    """As FSDP2 keeps them, for what it does by itself at other times."""
+    for module in _cut_modules(model):
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            yield from group.fsdp_params
 
 
 def require_offload_has_effect(offload: str, device: torch.device) -> None:

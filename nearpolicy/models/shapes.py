@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
 from nearpolicy.models.attention import PAGE, Rule
-from nearpolicy.models.policy import PolicyModel
+from nearpolicy.models.policy import PolicyModel, last_hidden
 from nearpolicy.models.rows import Node, RowContext
 
 
@@ -37,10 +38,22 @@ class _Watching(RowContext):
 
 @torch.no_grad()
 def attention_shapes(policy: PolicyModel) -> dict[int, AttentionShape]:
-    """Layer index -> widths, from one forward pass over four tokens."""
-    context = _Watching(policy.device)
-    policy.hidden(torch.zeros(4, dtype=torch.long, device=policy.device), context.positions, context)
+    """Layer index -> widths, from one forward pass over four tokens. A model without weights is tried with zeros."""
+    context, decoder = _Watching(policy.device), policy.model.get_decoder()
+    ids, zeros = torch.zeros(4, dtype=torch.long, device=policy.device), _stand_ins(decoder, policy.device)
+    last_hidden(lambda **inputs: functional_call(decoder, zeros, (), inputs), ids, context.positions, context)
     return context.seen
+
+
+def _stand_ins(model: torch.nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """Zeros for parameters that have no memory, all of them in that of the largest."""
+    absent = {name: p for name, p in model.named_parameters() if p.is_meta}
+    sizes = {
+        dtype: max(p.numel() for p in absent.values() if p.dtype == dtype)
+        for dtype in {p.dtype for p in absent.values()}
+    }
+    memory = {dtype: torch.zeros(size, dtype=dtype, device=device) for dtype, size in sizes.items()}
+    return {name: memory[p.dtype][: p.numel()].view(p.shape) for name, p in absent.items()}
 
 
 def linear_shapes(policy: PolicyModel) -> set[tuple[int, int]]:

@@ -22,6 +22,8 @@ class ValueModel(nn.Module):
     def __init__(self, policy: PolicyModel) -> None:
         super().__init__()
         self.decoder = policy.model.get_decoder()
+        self.files = policy.files
+        """Where the decoder's weights are, as long as it has none."""
         width = policy.config.get_text_config().hidden_size
         wide = torch.promote_types(next(self.decoder.parameters()).dtype, torch.float32)
         self.weight = nn.Parameter(torch.zeros(width, dtype=wide, device=policy.device))

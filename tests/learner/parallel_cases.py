@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from nearpolicy.learner.config import CriticConfig, LearnerConfig
 from nearpolicy.learner.gradients import GradientSketch, group_gradients
 from nearpolicy.learner.parallel import Ranks
 from nearpolicy.learner.step import PolicyLearner
-from nearpolicy.models.loading import load_policy, resolve
+from nearpolicy.models.loading import load_policy, outline_policy, resolve
 from nearpolicy.models.lora import LoraPolicy
+from nearpolicy.models.pieces import local
 from nearpolicy.models.value import ValueModel
 from nearpolicy.objectives.config import ObjectiveConfig
 from nearpolicy.objectives.objective import Objective, Supervised
@@ -79,17 +81,21 @@ CASES = {
 }
 
 
-def make(case: Case, ranks: Ranks | None = None, replicas: int = 1) -> PolicyLearner:
-    policy = load_policy(case.folder, case.dtype, known_to_fit=True)
+def make(case: Case, ranks: Ranks | None = None, replicas: int = 1, *, whole: bool = False) -> PolicyLearner:
+    """As a run makes it: several ranks read their pieces alone, unless they are to cut ``whole`` models."""
+    in_pieces = ranks is not None and ranks.size > 1 and not whole
+    load = outline_policy if in_pieces else partial(load_policy, known_to_fit=True)
+    policy = load(case.folder, case.dtype)
     if case.lora:
-        policy = LoraPolicy(policy.model, rank=4, alpha=8.0, target_modules=["all-linear"], seed=1)
+        how = {"rank": 4, "alpha": 8.0, "target_modules": ["all-linear"], "seed": 1}
+        policy = LoraPolicy(policy.model, **how, files=policy.files)
     reference = None
     if case.reference == "adapter_off":
         reference = policy.without_adapter()
     elif case.reference is not None:
         other = model_folder(initializer_range=0.2) if case.reference == "other" else case.folder
-        reference = load_policy(other, case.dtype, known_to_fit=True).requires_grad_(False)
-    value_model = None if case.critic is None else ValueModel(load_policy(case.folder, case.dtype, known_to_fit=True))
+        reference = load(other, case.dtype).requires_grad_(False)
+    value_model = None if case.critic is None else ValueModel(load(case.folder, case.dtype))
     shared = {} if ranks is None else {"ranks": ranks.size, "replicas": replicas}
     alone = {} if ranks is not None and ranks.size > 1 else {"offload": "none"}  # as the recipe would have to say
     usual = {"learning_rate": 1e-3, "max_grad_norm": None, "max_tokens_per_microbatch": 60}
@@ -175,6 +181,28 @@ def curve_fingerprint(ranks: Ranks | None) -> str:
     for _ in range(3):
         _step(own)
     return _fingerprint(own)
+
+
+def same_pieces(ranks: Ranks, name: str, replicas: int) -> list[str]:
+    """What of a learner's models, read in pieces, differs from those that were loaded whole and cut."""
+    read, cut = (_tensors(make(CASES[name], ranks, replicas, whole=whole)) for whole in (False, True))
+    assert list(read) == list(cut)
+    return [name for name in read if not _is_same(read[name], cut[name])]
+
+
+def _tensors(own: PolicyLearner) -> dict[str, torch.Tensor]:
+    models = {"policy": own.policy, "reference": own.reference, "critic": own.critic and own.critic.model}
+    found = {}
+    for role, model in models.items():
+        for kind in ("parameters", "buffers") if model is not None else ():
+            named = getattr(model, f"named_{kind}")(remove_duplicate=False)
+            found |= {f"{role} {kind} {name}": tensor for name, tensor in named}
+    return found
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    alike = (type(a), a.dtype, a.shape, a.requires_grad) == (type(b), b.dtype, b.shape, b.requires_grad)
+    return alike and torch.equal(local(a), local(b)) and local(a).device == local(b).device
 
 
 def annotations(ranks: Ranks | None) -> list[np.ndarray]:

@@ -68,6 +68,23 @@ def test_ranks_live_as_one_process_does(name, ranks, replicas, rank_pool, tmp_pa
     check_life(rank_pool, name, tmp_path, ranks, replicas)
 
 
+READ_IN_PIECES = ["tied and checkpointed", "mixture of experts", "adapter on bfloat16", "full KL", "critic", "bfloat16"]
+
+
+@pytest.mark.parametrize("name", READ_IN_PIECES)
+def test_pieces_that_are_read_alone_are_those_of_a_whole_model_to_the_bit(name, rank_pool):
+    prepared(name)
+    assert rank_pool.run(2, cases.same_pieces, name, 1) == [[], []]
+
+
+@pytest.mark.large
+@pytest.mark.parametrize(("ranks", "replicas"), [(4, 1), (4, 2), (2, 2)])
+@pytest.mark.parametrize("name", CASES)
+def test_pieces_of_any_learner_are_those_of_a_whole_model_to_the_bit(name, ranks, replicas, rank_pool):
+    prepared(name)
+    assert rank_pool.run(ranks, cases.same_pieces, name, replicas) == [[]] * ranks
+
+
 def test_an_offload_to_where_everything_is_already_is_refused():
     require_offload_has_effect("optimizer", torch.device("cuda"))
     require_offload_has_effect("none", torch.device("cpu"))
