@@ -32,7 +32,8 @@ from nearpolicy.learner.sharding import require_offload_has_effect
 from nearpolicy.learner.step import PolicyLearner
 from nearpolicy.machine import num_cores
 from nearpolicy.models.device import pick_device
-from nearpolicy.models.loading import load_policy, resolve
+from nearpolicy.models.fitness import check_fitness, tolerance_of
+from nearpolicy.models.loading import load_policy, outline_policy, resolve
 from nearpolicy.models.lora import LoraPolicy, target_layers
 from nearpolicy.models.numerics import FAST, Numerics, probe_model
 from nearpolicy.models.pieces import local
@@ -46,6 +47,8 @@ from nearpolicy.verifier.combining import counts
 
 OnEvent = Callable[..., None]
 Functions = dict[str, Callable[..., object]]
+Load = Callable[..., PolicyModel]
+"""`load_policy` or `outline_policy`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,10 +109,18 @@ class FitModel:
     numerics: Numerics
 
 
-def load_model(config: RunConfig, language: Words, say: Callable[[str], None]) -> FitModel:
-    """Load the engine's policy, probe it and the machine; a model that cannot be trained here is refused."""
+def load_model(config: RunConfig, language: Words, say: Callable[[str], None], *, in_pieces: bool = False) -> FitModel:
+    """Load the engine's policy, probe it and the machine; a model that cannot be trained here is refused.
+
+    ``in_pieces``: for a rank of several, without the weights. That the model computes right is then measured by the
+    generators alone, each of which has it whole, out of the same folder, before any rank begins.
+    """
     torch.set_num_threads(num_cores())
-    policy = load_policy(language.folder, getattr(torch, config.model.dtype), pick_device())
+    dtype, device = getattr(torch, config.model.dtype), pick_device()
+    if in_pieces:
+        policy = outline_policy(language.folder, dtype, device, known_to_fit=True, say=say)
+    else:
+        policy = load_policy(language.folder, dtype, device)
     if (lora := config.learner.lora) is not None:
         target_layers(policy.model, lora.target_modules, lora.rank)  # the learner puts them in, when a folder is made
     mode, numerics = choose_numerics(config, policy, say)
@@ -239,7 +250,7 @@ def make_ranked_learner(
     usual = config.learner.threads or own_threads
     threads = _threads("learner", usual, config.learner.threads, numerics, say)
     torch.set_num_threads(threads)
-    learner = make_learner(config, words, numerics, threads=threads, on_event=on_event, ranks=ranks)
+    learner = make_learner(config, words, numerics, threads=threads, on_event=on_event, ranks=ranks, say=say)
     _say_what_is_trained(config, learner, say)
     return learner
 
@@ -253,24 +264,31 @@ def make_learner(
     threads_now: Callable[[], int] | None = None,
     on_event: OnEvent | None = None,
     ranks: Together | None = None,
+    say: Callable[[str], None] = print,
 ) -> PolicyLearner:
-    """Load the policy, and the reference and the critic if the objective has them."""
+    """Load the policy, and the reference and the critic if the objective has them: whole, or, where there are several
+    ``ranks``, of each the pieces that this one will hold."""
     device = pick_device()
     require_offload_has_effect(config.learner.offload, device)
-    own = load_policy(language.folder, getattr(torch, config.model.dtype), device, known_to_fit=True)
+    load: Load = load_policy if ranks is None or ranks.size == 1 else partial(outline_policy, say=say)
+    own = load(language.folder, getattr(torch, config.model.dtype), device, known_to_fit=True)
     if config.learner.lora is not None:
-        own = LoraPolicy(own.model, **config.learner.lora.model_dump(), seed=config.run.seed)
+        own = LoraPolicy(own.model, **config.learner.lora.model_dump(), seed=config.run.seed, files=own.files)
     value_model = None
     if config.critic is not None:
-        value_model, numerics = load_value_model(config, language, own, numerics, threads)
-    return PolicyLearner(
+        value_model, numerics = load_value_model(config, language, own, numerics, threads, load)
+    reference = load_reference(config, language, own, load)
+    foreign = [(config.objective.reference, reference)] if _names_a_model(config.objective.reference) else []
+    foreign += [(config.critic.path, value_model)] if config.critic is not None and config.critic.path else []
+    unmeasured = [(name, model) for name, model in foreign if model.files is not None]
+    learner = PolicyLearner(
         own,
         make_objective(config),
         config.learner,
         numerics,
         temperature=config.sampling.temperature,
         total_steps=config.run.steps,
-        reference=load_reference(config, language, own),
+        reference=reference,
         value_model=value_model,
         critic=config.critic,
         seed=config.run.seed,
@@ -279,6 +297,10 @@ def make_learner(
         on_event=on_event,
         ranks=ranks,
     )
+    for name, model in unmeasured:
+        with ranks.agreement("whether a model fits"):
+            check_fitness(model, name, tolerance=tolerance_of(getattr(torch, config.model.dtype)))
+    return learner
 
 
 def make_objective(config: RunConfig) -> Objective:
@@ -286,7 +308,14 @@ def make_objective(config: RunConfig) -> Objective:
     return Objective(settled, config.sampling.max_completion_length)
 
 
-def load_reference(config: RunConfig, language: Words, policy: PolicyModel) -> PolicyModel | None:
+def _names_a_model(reference: str) -> bool:
+    """Whether `objective.reference` names one of its own, and not the policy as it was or is without its adapter."""
+    return reference not in ("none", "initial", "adapter_off")
+
+
+def load_reference(
+    config: RunConfig, language: Words, policy: PolicyModel, load: Load = load_policy
+) -> PolicyModel | None:
     """The policy that the objective compares with; `ModelError` if it speaks of other tokens."""
     name, dtype, device = config.objective.reference, getattr(torch, config.model.dtype), pick_device()
     if name == "none":
@@ -294,21 +323,26 @@ def load_reference(config: RunConfig, language: Words, policy: PolicyModel) -> P
     if config.reference_is_base:
         return policy.without_adapter()
     if name == "initial":
-        return load_policy(language.folder, dtype, device, known_to_fit=True).requires_grad_(False)
-    reference = load_policy(reference_folder(name), dtype, device).requires_grad_(False)
+        return load(language.folder, dtype, device, known_to_fit=True).requires_grad_(False)
+    reference = load(reference_folder(name), dtype, device).requires_grad_(False)
     _require_same_tokens(f"objective.reference {name}", reference, policy)
     return reference
 
 
 def load_value_model(
-    config: RunConfig, language: Words, policy: PolicyModel, numerics: Numerics, threads: int
+    config: RunConfig,
+    language: Words,
+    policy: PolicyModel,
+    numerics: Numerics,
+    threads: int,
+    load: Load = load_policy,
 ) -> tuple[ValueModel, Numerics]:
     """The critic's model, and a rule under which it is as exact as the policy; `ModelError` if it speaks of other
     tokens."""
     name, dtype, device = config.critic.path, getattr(torch, config.model.dtype), pick_device()
     if name is None:
-        return ValueModel(load_policy(language.folder, dtype, device, known_to_fit=True)), numerics
-    other = load_policy(resolve(name), dtype, device)
+        return ValueModel(load(language.folder, dtype, device, known_to_fit=True)), numerics
+    other = load(resolve(name), dtype, device)
     _require_same_tokens(f"critic.path {name}", other, policy)
     if numerics is not FAST:
         found = probe_model(other, threads)

@@ -80,8 +80,9 @@ class FullySharded(Sharding):
             module.set_force_sum_reduction_for_comms(True)
             # An expert that no token of one rank has gone to has no gradient there, and has one elsewhere.
             module.set_reduce_scatter_unused_params(True, recurse=False)
-        if hasattr(model, "states"):
-            register_fsdp_forward_method(model, "states")
+        for method in ("states", "within"):
+            if hasattr(model, method):
+                register_fsdp_forward_method(model, method)
         if model.files is not None:
             self._fill(model, on_host=offload)
         self._open = False

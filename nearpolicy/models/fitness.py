@@ -3,21 +3,27 @@
 Recurrent layers, chunked masks and families that never call the attention function are silently wrong by whole nats
 when tokens of several sequences share one packed row. None of them raises anything. So before a model is used, two
 packed sequences, a shared prompt and a second chunk are compared with plain separate forwards.
+
+A model that ranks hold in pieces is measured by all of them together, layer by layer, as it computes at any other time:
+none of them has to hold it whole for that, and what is measured are its own weights, not those of a smaller one.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from nearpolicy.errors import ModelError, described
-from nearpolicy.models.attention import NAME, PAGE, Queries, Rule, attend, with_ones
-from nearpolicy.models.policy import PolicyModel
+from nearpolicy.models.attention import NAME, PAGE, PackedContext, Queries, Rule, attend, with_ones
+from nearpolicy.models.pieces import in_pieces, local, whole
+from nearpolicy.models.policy import PolicyModel, last_hidden
 from nearpolicy.models.rows import Node, RowContext
+from nearpolicy.models.value import ValueModel
 
 _LOG = logging.getLogger(__name__)
 TOLERANCE = 1e-4
@@ -29,18 +35,29 @@ LEAST_SENSITIVITY = 0.5
 """Nats by which another prompt must change a token's distribution for the comparison to mean anything."""
 
 
+def tolerance_of(dtype: torch.dtype) -> float:
+    """For weights of this type."""
+    return TOLERANCE if dtype == torch.float32 else LOW_PRECISION_TOLERANCE
+
+
 @torch.no_grad()
 def check_fitness(
-    policy: PolicyModel, name: str, plain_attention: str = "eager", tolerance: float = TOLERANCE
+    model: PolicyModel | ValueModel, name: str, plain_attention: str = "eager", tolerance: float = TOLERANCE
 ) -> float:
-    """Raises `ModelError` with the reason if the model does not fit; returns the largest gap in nats.
+    """Raises `ModelError` with the reason if the model does not fit; returns the largest gap in nats. Of a value model
+    it is the gap in what a head of random numbers makes of its hidden states. Of a model in pieces all ranks ask
+    together.
 
     A model that does not fit fails every time. One that fails once and then passes says something about the machine.
     """
+    policy = model if isinstance(model, PolicyModel) else _Heard(model)
+    measure = partial(_at_rest_after, model, partial(_measure, policy, name, plain_attention, tolerance))
     try:
-        gap, sensitivity = _measure(policy, name, plain_attention, tolerance)
+        gap, sensitivity = measure()
     except ModelError as first:
-        gap, sensitivity = _measure(policy, name, plain_attention, tolerance)
+        if in_pieces(next(model.parameters())):  # the others may have passed, and are not there to repeat it
+            raise
+        gap, sensitivity = measure()
         _LOG.warning(
             "%s: the check passed when repeated (%.3g nats) after this failure: %s. The same computation gave two "
             "results: this machine's memory, cooling or virtualisation may be at fault, and exact numerics with it",
@@ -48,12 +65,46 @@ def check_fitness(
         )
     if sensitivity < LEAST_SENSITIVITY:
         # Fresh random weights can be so small that no token feels another: judge the architecture by louder ones.
-        with _amplified(policy):
-            _measure(policy, name, plain_attention, tolerance)
+        with _amplified(model):
+            measure()
     return gap
 
 
-def _measure(policy: PolicyModel, name: str, plain_attention: str, tolerance: float) -> tuple[float, float]:
+def _at_rest_after(model: PolicyModel | ValueModel, measure: Callable[[], tuple[float, float]]) -> tuple[float, float]:
+    try:
+        return model.within(measure)
+    finally:
+        if (reshard := getattr(model, "reshard", None)) is not None:  # FSDP2's: of what the root has gathered
+            reshard()
+
+
+class _Heard:
+    """A value model, whose decoder has no head, as something that says tokens: by a head of random numbers, in which
+    every difference of hidden states is one of log-probabilities. Its own head begins as zeros."""
+
+    SAYS = 64
+
+    def __init__(self, model: ValueModel) -> None:
+        self._of = model
+        self.model = model.decoder
+        self.config = self.model.config
+        width = self.config.get_text_config().hidden_size
+        self._head = torch.randn(width, self.SAYS, generator=torch.Generator().manual_seed(21)) / width**0.5
+
+    @property
+    def device(self) -> torch.device:
+        return self._of.device
+
+    def plain_logits(self, ids: Tensor) -> Tensor:
+        states = self.model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+        return states.float() @ self._head.to(states.device)
+
+    def logits(self, input_ids: Tensor, positions: Tensor, context: PackedContext, rows: Tensor) -> Tensor:
+        states = last_hidden(self.model, input_ids, positions, context)[rows]
+        return states.float() @ self._head.to(states.device)
+
+
+def _measure(policy: PolicyModel | _Heard, name: str, plain_attention: str, tolerance: float) -> tuple[float, float]:
     """Largest gap, and how much a token's distribution feels the prompt (nats); raises if the gap is too large."""
     vocabulary = policy.config.get_text_config().vocab_size
     generator, device = torch.Generator().manual_seed(20), policy.device
@@ -89,30 +140,30 @@ def _measure(policy: PolicyModel, name: str, plain_attention: str, tolerance: fl
 
 
 @contextmanager
-def _amplified(policy: PolicyModel) -> Iterator[None]:
+def _amplified(model: torch.nn.Module) -> Iterator[None]:
     """Scale every weight matrix to unit gain, and put the old bits back afterwards."""
-    kept = {name: p.detach().clone() for name, p in policy.named_parameters() if p.dim() >= 2}
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    kept = [local(p).detach().clone() for p in matrices]
     try:
-        for name, p in policy.named_parameters():
-            if name in kept:
-                gain = p.float().std() * max(1, p[0].numel()) ** 0.5
-                if gain > 0:
-                    p.mul_(1.0 / gain.to(p.dtype))
+        for p in matrices:
+            values = whole(p)
+            gain = values.float().std() * max(1, values[0].numel()) ** 0.5
+            if gain > 0:
+                local(p).mul_(1.0 / gain.to(p.dtype))
         yield
     finally:
-        for name, p in policy.named_parameters():
-            if name in kept:
-                p.copy_(kept[name])
+        for p, before in zip(matrices, kept, strict=True):
+            local(p).copy_(before)
 
 
-def _refusal(name: str, policy: PolicyModel, reason: str) -> str:
+def _refusal(name: str, policy: PolicyModel | _Heard, reason: str) -> str:
     return (
         f"model {name!r} ({type(policy.model).__name__}) does not fit the embedded engine and learner: {reason}. "
         "Choose a model whose layers are plain attention."
     )
 
 
-def _all_plain(policy: PolicyModel, name: str, sequences: list[Tensor]) -> list[Tensor]:
+def _all_plain(policy: PolicyModel | _Heard, name: str, sequences: list[Tensor]) -> list[Tensor]:
     """What the model itself says of each sequence; a model that cannot be run at all is told from one that is unfit."""
     try:
         said = [_plain(policy, ids) for ids in sequences]
@@ -129,12 +180,11 @@ def _all_plain(policy: PolicyModel, name: str, sequences: list[Tensor]) -> list[
     return said
 
 
-def _plain(policy: PolicyModel, ids: Tensor) -> Tensor:
-    logits = policy.model(input_ids=ids[None], use_cache=False).logits[0]
-    return torch.log_softmax(logits.float(), dim=-1)
+def _plain(policy: PolicyModel | _Heard, ids: Tensor) -> Tensor:
+    return torch.log_softmax(policy.plain_logits(ids).float(), dim=-1)
 
 
-def _packed(policy: PolicyModel, prompt: Tensor, first: Tensor, second: Tensor, other: Tensor) -> list[Tensor]:
+def _packed(policy: PolicyModel | _Heard, prompt: Tensor, first: Tensor, second: Tensor, other: Tensor) -> list[Tensor]:
     """Log-probabilities of prompt + first, prompt + second and other, from one packed row."""
     ids = torch.cat([prompt, first, second, other])
     starts = torch.tensor([0, *(len(x) for x in (prompt, first, second))]).cumsum(0).tolist()
@@ -172,7 +222,7 @@ class _StoredKeys:
         return attend(q[None], queries, lambda j: (page(k, j), page(v1, j)), rule)[0]
 
 
-def _in_two_chunks(policy: PolicyModel, ids: Tensor, cut: int) -> Tensor:
+def _in_two_chunks(policy: PolicyModel | _Heard, ids: Tensor, cut: int) -> Tensor:
     context = _StoredKeys()
     parts = []
     for start, part in ((0, ids[:cut]), (cut, ids[cut:])):

@@ -26,7 +26,7 @@ import torch
 from nearpolicy.errors import ModelError, described
 from nearpolicy.models.attention import NAME, register
 from nearpolicy.models.files import INDEX, ONE_FILE, WeightFiles, weight_files
-from nearpolicy.models.fitness import LOW_PRECISION_TOLERANCE, TOLERANCE, check_fitness
+from nearpolicy.models.fitness import check_fitness, tolerance_of
 from nearpolicy.models.policy import PolicyModel
 from nearpolicy.models.random_models import known_options, make_random_model, name_of_random_model
 
@@ -157,7 +157,7 @@ def load_policy(
     if known_to_fit:
         model.set_attn_implementation(NAME)
     else:
-        check_fitness(policy, str(folder), tolerance=TOLERANCE if dtype == torch.float32 else LOW_PRECISION_TOLERANCE)
+        check_fitness(policy, str(folder), tolerance=tolerance_of(dtype))
     return policy
 
 
@@ -165,18 +165,20 @@ def outline_policy(
     folder: Path | str,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
+    *,
+    known_to_fit: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> PolicyModel:
     """What `load_policy` gives, but for the weights, which its ``files`` still have: for ranks that cut it into pieces
-    first and read these alone. Whether it fits is not measured here: nobody has it whole.
+    first and read these alone. It is compared with its files all the same, name by name and shape by shape.
 
-    It was compared with its files all the same, name by name and shape by shape. A folder whose files cannot be read in
-    pieces is loaded whole, and ``say`` is told.
+    Whether it fits is not measured here, where nobody has it whole; unless ``known_to_fit`` `check_fitness` is to be
+    called when the pieces are there. A folder that cannot be read in pieces is loaded whole, and ``say`` is told.
     """
     folder = Path(folder)
     if (reason := _why_whole(folder)) is not None:
         say(f"every rank loads {folder} whole before it is cut: {reason}")
-        return load_policy(folder, dtype, device, known_to_fit=True)
+        return load_policy(folder, dtype, device, known_to_fit=known_to_fit)
     _quiet()
     register()
     # transformers itself looks at every tensor in the files, and finds a place for it, without reading one.

@@ -7,10 +7,10 @@ entropies of chosen rows, with the vocabulary head applied in chunks inside; and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from nearpolicy.models.weights import named_weights
 if TYPE_CHECKING:
     from nearpolicy.models.files import WeightFiles
     from nearpolicy.roles import Adapter, Shard
+
+T = TypeVar("T")
 
 HEAD_CHUNK = 512
 """Rows of logits held at once; more rows are computed in chunks and recomputed in backward."""
@@ -115,6 +117,15 @@ class PolicyModel(nn.Module):
     def hidden(self, input_ids: Tensor, positions: Tensor, context: PackedContext) -> Tensor:
         """[T] ids and positions -> [T, hidden] last hidden states."""
         return last_hidden(self.model.get_decoder(), input_ids, positions, context)
+
+    def plain_logits(self, input_ids: Tensor) -> Tensor:
+        """[T] ids -> [T, V] what the model itself says, without anything of ours but its attention function."""
+        return self.model(input_ids=input_ids[None], use_cache=False).logits[0]
+
+    def within(self, call: Callable[[], T]) -> T:
+        """``call()`` as a part of this model: where ranks hold it in pieces, with its own weights whole, layers as they
+        come, and all ranks together."""
+        return call()
 
     def states(self, input_ids: Tensor, positions: Tensor, context: PackedContext, rows: Tensor) -> Tensor:
         """[rows, hidden] last hidden states of the chosen packed rows."""

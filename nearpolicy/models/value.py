@@ -6,11 +6,16 @@ whose kernels for a single column may look at how many rows there are: each row 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from torch import Tensor, nn
 
 from nearpolicy.models.attention import PackedContext
 from nearpolicy.models.policy import PolicyModel, chosen_rows, last_hidden
+
+T = TypeVar("T")
 
 
 class ValueModel(nn.Module):
@@ -33,6 +38,10 @@ class ValueModel(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.weight.device
+
+    def within(self, call: Callable[[], T]) -> T:
+        """As `PolicyModel.within`."""
+        return call()
 
     def forward(self, input_ids: Tensor, positions: Tensor, context: PackedContext, rows: Tensor) -> Tensor:
         """[N] values of the states that the chosen packed ``rows`` [N] end in: what is still to come from there."""

@@ -18,14 +18,18 @@ from learner_cases import EXACT, SHAPE, batch_of, learner, model_folder, random_
 from test_critic import random_rewards, rewarded
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from nearpolicy.config import config_from_dict
+from nearpolicy.errors import ModelError
+from nearpolicy.launch import build
 from nearpolicy.learner.checkpoint import load_checkpoint, save_checkpoint
 from nearpolicy.learner.config import CriticConfig, LearnerConfig
 from nearpolicy.learner.gradients import GradientSketch, group_gradients
 from nearpolicy.learner.parallel import Ranks
 from nearpolicy.learner.step import PolicyLearner
+from nearpolicy.models.fitness import check_fitness
 from nearpolicy.models.loading import load_policy, outline_policy, resolve
 from nearpolicy.models.lora import LoraPolicy
-from nearpolicy.models.pieces import local
+from nearpolicy.models.pieces import in_pieces, local
 from nearpolicy.models.value import ValueModel
 from nearpolicy.objectives.config import ObjectiveConfig
 from nearpolicy.objectives.objective import Objective, Supervised
@@ -203,6 +207,28 @@ def _tensors(own: PolicyLearner) -> dict[str, torch.Tensor]:
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     alike = (type(a), a.dtype, a.shape, a.requires_grad) == (type(b), b.dtype, b.shape, b.requires_grad)
     return alike and torch.equal(local(a), local(b)) and local(a).device == local(b).device
+
+
+def fitness(ranks: Ranks, folder: str, value_model: bool) -> str:
+    """The largest gap of a model that was read in pieces, in nats; or why it does not fit."""
+    policy = outline_policy(folder)
+    model = ValueModel(policy) if value_model else policy
+    ranks.shard(model, replicas=1, offload=False)
+    try:
+        gap = f"{check_fitness(model, folder):.3g}"
+    except ModelError as error:
+        return str(error)
+    assert all(in_pieces(p) for p in model.parameters() if p.dim() and p is not getattr(model, "weight", None))
+    return gap
+
+
+def refused_at_the_start(ranks: Ranks, recipe: dict[str, Any], settings: list[str]) -> str:
+    """What `make_ranked_learner` says of a recipe."""
+    config = config_from_dict(recipe, where="test", overrides=settings)
+    words = build.Words.of(config)
+    said: list[str] = []
+    how = {"ranks": ranks, "own_threads": 1, "on_event": lambda *_, **__: None, "say": said.append}
+    return _said(lambda: build.make_ranked_learner(config, words, EXACT, **how)) or "; ".join(said)
 
 
 def annotations(ranks: Ranks | None) -> list[np.ndarray]:

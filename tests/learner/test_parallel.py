@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import families
 import numpy as np
 import parallel_cases as cases
 import pytest
@@ -83,6 +84,48 @@ def test_pieces_that_are_read_alone_are_those_of_a_whole_model_to_the_bit(name, 
 def test_pieces_of_any_learner_are_those_of_a_whole_model_to_the_bit(name, ranks, replicas, rank_pool):
     prepared(name)
     assert rank_pool.run(ranks, cases.same_pieces, name, replicas) == [[]] * ranks
+
+
+RECIPE = {
+    "run": {"steps": 1},
+    "model": {"path": "random:llama"},
+    "tasks": [
+        {"name": "t", "source": {"kind": "reasoning_gym", "dataset": "chain_sum"}, "rewards": [{"kind": "number"}]}
+    ],
+    "learner": {"ranks": 2},
+    "runtime": "ray",
+}
+
+
+@pytest.mark.parametrize("value_model", [False, True])
+@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
+def test_whether_a_model_fits_is_measured_without_anybody_holding_it_whole(family, value_model, rank_pool):
+    said = all_equal(rank_pool.run(2, cases.fitness, families.folder(family), value_model))
+    assert 0.0 <= float(said) < 2e-5
+
+
+@pytest.mark.parametrize("value_model", [False, True])
+def test_a_model_in_pieces_that_does_not_fit_is_refused(value_model, rank_pool):
+    said = all_equal(rank_pool.run(2, cases.fitness, families.folder("qwen3_next"), value_model))
+    assert "does not fit the embedded engine and learner" in said
+
+
+def test_a_model_of_small_numbers_is_judged_by_louder_ones_and_kept(rank_pool):
+    """Fresh weights of 0.002: no token feels another."""
+    said = all_equal(rank_pool.run(2, cases.fitness, families.folder("llama4_text", std=0.002), False))
+    assert "does not fit the embedded engine and learner" in said
+    assert 0.0 <= float(all_equal(rank_pool.run(2, cases.fitness, families.folder("llama", std=0.002), False))) < 1e-4
+
+
+@pytest.mark.parametrize("setting", ["objective.reference={}", "critic.path={}"])
+def test_a_reference_or_critic_of_its_own_that_does_not_fit_ends_the_start_of_all_ranks(setting, rank_pool):
+    folder, resolved = families.folder("qwen3_next"), families.folder("llama")
+    more = ["objective.kl_coef=0.1"] if "reference" in setting else ["objective.advantage=gae"]
+    arguments = (RECIPE, [f"model.path={resolved}", setting.format(folder), *more])
+    said = all_equal(rank_pool.run(2, cases.refused_at_the_start, *arguments))
+    assert said.startswith(f"ModelError: learner rank 0: model {folder!r} (") and "does not fit" in said
+    arguments = (RECIPE, [f"model.path={resolved}", setting.format(families.folder("qwen3")), *more])
+    assert all_equal(rank_pool.run(2, cases.refused_at_the_start, *arguments)) == ""
 
 
 def test_an_offload_to_where_everything_is_already_is_refused():

@@ -89,6 +89,9 @@ class Process:
 class _Role:
     """A model of the recipe, loaded and probed."""
 
+    _in_pieces = False
+    """Whether others hold the rest of it."""
+
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._diary = Diary()
@@ -113,7 +116,7 @@ class _Role:
 
         settle(1)
         self._words = build.Words.of(self._config)
-        model = self._model = build.load_model(self._config, self._words, self._say)
+        model = self._model = build.load_model(self._config, self._words, self._say, in_pieces=self._in_pieces)
         return Loaded(
             place=here(),
             mode=model.mode,
@@ -206,6 +209,7 @@ class LearnerHost(_Role):
         super().__init__(config)
         self._rank = rank
         self._size = size
+        self._in_pieces = size > 1
         self._learner: PolicyLearner | None = None
         self._sender: Sender | None = None
         self._ranks: Ranks | None = None
