@@ -20,20 +20,23 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Protocol
 
-from safetensors import SafetensorError
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nearpolicy.errors import RunFolderError, UserError, described
 from nearpolicy.learner import adapters
 from nearpolicy.learner.export import save_model, write_one_file
+from nearpolicy.learner.filling import Rows, fill_rows
 from nearpolicy.learner.ranks import ALONE, Together
 from nearpolicy.learner.state_files import DIGEST, STATE, read_state, with_pieces, write_state
 from nearpolicy.learner.step import PolicyLearner
-from nearpolicy.models.loading import load_policy
+from nearpolicy.models.loading import load_policy, outline_policy
 from nearpolicy.models.lora import LoraPolicy
-from nearpolicy.models.pieces import fill
-from nearpolicy.models.weights import digests, fingerprint, named_weights, require_fit
+from nearpolicy.models.pieces import local
+from nearpolicy.models.policy import PolicyModel
+from nearpolicy.models.weights import digest, digests, fingerprint, named_weights, require_fit
 
 _NAME = re.compile(r"step-(0|[1-9]\d*)")
 _ASIDE = re.compile(r"\.(step-\d+)\.(tmp|old)")
@@ -190,24 +193,23 @@ def _save_pieces(learner: PolicyLearner, path: Path) -> None:
 
 
 def load_saved_weights(learner: PolicyLearner, path: Path) -> None:
-    """Put weights that `save_weights` wrote into a learner whose policy began from the same model."""
+    """Put weights that `save_weights` wrote into a learner whose policy began from the same model. Each rank reads what
+    it holds."""
     policy, ranks = learner.policy, learner.ranks
-    if isinstance(policy, LoraPolicy):
-        with ranks.agreement("saved weights"):
-            policy.load_factors(load_file(path))
-        return
     with ranks.agreement("saved weights"):
-        tensors = load_file(path) if ranks.rank == 0 else {}
-        if ranks.rank == 0:
-            require_fit(policy.model, tensors)
-    _give(learner, tensors)
+        if isinstance(policy, LoraPolicy):
+            policy.load_factors(load_file(path))
+            return
+        with safe_open(path, framework="pt", device="cpu", backend="pread") as file:
+            lying = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
+            require_fit(policy.model, {n: torch.empty(s.get_shape(), device="meta") for n, s in lying.items()})
 
+            def rows(name: str, begin: int = 0, end: int | None = None) -> Tensor:
+                return lying[name][...] if end is None else lying[name][begin:end]
 
-def _give(learner: PolicyLearner, weights: Mapping[str, Tensor]) -> None:
-    """Rank 0's whole ``weights`` to all ranks, one by one; each takes its piece."""
-    with learner.ranks.together("weights from rank 0"):
-        for name, own in named_weights(learner.policy.model).items():
-            fill(own, learner.ranks.from_first("weights from rank 0", weights.get(name), own))
+            for name, own in named_weights(policy.model).items():
+                if local(own).numel():  # there may be more ranks than rows
+                    fill_rows(own, name, rows)
 
 
 def _clear_drafts(folder: Path) -> None:
@@ -233,18 +235,25 @@ def load_state(learner: PolicyLearner, checkpoint: Path) -> None:
 
 def load_checkpoint(learner: PolicyLearner, checkpoint: Path, *, expected: Collection[str] = ()) -> None:
     """Weights and training state of a checkpoint into a learner made for the same run; `RunFolderError`, and a learner
-    as it was, if it cannot be read, or was changed. ``expected``: fingerprints under which these weights were
+    as it was, if it cannot be read, or was changed. No rank has it whole: they read all of it once, a tensor at a time,
+    before each reads its own pieces. ``expected``: fingerprints under which these weights were
     published, one for each lineage; those of an adapter are compared by who knows the base."""
     ranks, adapted = learner.ranks, isinstance(learner.policy, LoraPolicy)
     with ranks.together("load_checkpoint"):
         stage = partial(_stage, ranks, partial(_reading, checkpoint))
         with stage():
-            found, weights = read_state(checkpoint, ranks), {}
-            if not adapted and ranks.rank == 0:  # the others get theirs from there
-                weights = _weights_of(checkpoint, learner, found, expected)
+            found = read_state(checkpoint, ranks)
+            stored = None if adapted else _stored(checkpoint, learner)
+        if stored is not None and (expected or ranks is not ALONE):
+            shown = _digests(stored, ranks, stage)
+            with stage():
+                _require_published(checkpoint, shown, found, expected)
         state = with_pieces(found, checkpoint, ranks, learner.sharding, stage)
-        if not adapted:
-            _give(learner, weights)
+        if stored is not None:
+            with stage():
+                rows = _rows_of(stored)
+                for name, own in named_weights(learner.policy.model).items():
+                    fill_rows(own, name, rows)
         learner.load_state(state)
 
 
@@ -260,22 +269,51 @@ def _reading(checkpoint: Path) -> Iterator[None]:
         raise RunFolderError(f"checkpoint {checkpoint} cannot be read: {described(error)}") from error
 
 
-def _weights_of(
-    checkpoint: Path, learner: PolicyLearner, state: Mapping[str, Any], expected: Collection[str]
-) -> dict[str, Tensor]:
-    own = named_weights(learner.policy.model)
-    device = learner.policy.device if learner.ranks is ALONE else "cpu"
-    dtype = next(learner.policy.parameters()).dtype
-    weights = load_policy(checkpoint, dtype, device, known_to_fit=True).weights()
-    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    if shapes != {name: tuple(tensor.shape) for name, tensor in own.items()}:
+def _stored(checkpoint: Path, learner: PolicyLearner) -> PolicyModel:
+    """The model of a checkpoint, whose tensors have the names and shapes of the learner's; of several ranks without its
+    weights, which they read as they need them."""
+    alone, dtype = learner.ranks is ALONE, next(learner.policy.parameters()).dtype
+    load, device = (load_policy, learner.policy.device) if alone else (outline_policy, "cpu")
+    stored = load(checkpoint, dtype, device, known_to_fit=True)
+    theirs, ours = (
+        {name: tuple(tensor.shape) for name, tensor in named_weights(model).items()}
+        for model in (stored.model, learner.policy.model)
+    )
+    if theirs != ours:
         raise RunFolderError(f"checkpoint {checkpoint} is of another model: its tensors have other names or shapes")
-    if expected and (found := fingerprint(digests(weights))) not in expected:
+    return stored
+
+
+def _rows_of(stored: PolicyModel) -> Rows:
+    if stored.files is not None:
+        return stored.files.rows
+    weights = stored.weights()
+    return lambda name, begin=0, end=None: weights[name] if end is None else weights[name][begin:end]
+
+
+def _digests(stored: PolicyModel, ranks: Together, stage: Callable[[], Any]) -> dict[str, str]:
+    """Of all tensors; each rank reads some of them, one after another."""
+    names, own = list(named_weights(stored.model)), {}
+    with stage():
+        if ranks is ALONE:
+            own = digests(stored.weights())
+        else:
+            rows = _rows_of(stored)
+            own = {name: digest(rows(name)) for name in names[ranks.rank :: ranks.size]}
+    found: dict[str, str] = {}
+    for of_rank in ranks.exchange("digests of a checkpoint", own):
+        found |= of_rank
+    return found
+
+
+def _require_published(
+    checkpoint: Path, shown: Mapping[str, str], state: Mapping[str, Any], expected: Collection[str]
+) -> None:
+    if expected and (found := fingerprint(shown)) not in expected:
         raise RunFolderError(
             f"checkpoint {checkpoint} was changed: its weights have the fingerprint {found}, and version "
             f"{state.get('state', state)['version']} was published with {' or '.join(expected)}"
         )
-    return weights
 
 
 def _sync(path: Path) -> None:

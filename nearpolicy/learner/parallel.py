@@ -164,12 +164,6 @@ class Ranks(Together):
             parts = flat.split([tensor.numel() for tensor in tensors])
             return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
-    def from_first(self, what: str, tensor: Tensor | None, like: Tensor) -> Tensor:
-        with self.together(what):
-            sent = torch.empty(like.shape, dtype=like.dtype) if tensor is None else tensor.to(like.dtype).contiguous()
-            dist.broadcast(sent.view(-1).view(torch.uint8), src=0)
-            return sent
-
     def _come_apart(self, what: str, error: BaseException) -> NearpolicyError:
         """The reason that all ranks give; it is written down before the connections are cut."""
         told = _told(error)

@@ -47,10 +47,6 @@ class Together:
         """Tensors of which each rank has filled some parts, and left 0 what others fill: all of them, to the bit."""
         return list(tensors)
 
-    def from_first(self, what: str, tensor: Tensor | None, like: Tensor) -> Tensor:
-        """Rank 0's ``tensor``, which has the shape and type of ``like``, on every rank."""
-        return tensor
-
     def shard(self, model: torch.nn.Module, *, replicas: int, offload: bool) -> Sharding:
         """Spread a model's weights over the ranks."""
         return Sharding()

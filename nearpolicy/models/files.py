@@ -64,6 +64,10 @@ class WeightFiles:
         self._shapes = {name: tensor.shape for name, tensor in wanted.items()}
         self._dtypes = {name: tensor.dtype for name, tensor in wanted.items()}
         self._sources = _sources(model, self._where, wanted)
+        tied = {id(wanted[name]): source for name, source in self._sources.items() if source.conversion is None}
+        for name, tensor in wanted.items():  # files have one of them
+            if name not in self._sources and id(tensor) in tied:
+                self._sources[name] = tied[id(tensor)]
         self._made: tuple[_Source | None, dict[str, Tensor]] = (None, {})
         """The last tensors that were converted whole: those that come of one conversion are asked for in a row."""
 

@@ -31,7 +31,8 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
 def _with_aliases(model: nn.Module) -> list[tuple[list[str], Tensor]]:
     groups: dict[tuple[int, tuple[int, ...]], tuple[list[str], Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        plain = tensor.numel() and not in_pieces(tensor)  # a tensor in pieces may have none here, and no address
+        # A tensor in pieces may have none here, and no address; one without memory has none in any case.
+        plain = tensor.numel() and not tensor.is_meta and not in_pieces(tensor)
         key = (tensor.data_ptr(), tuple(tensor.shape)) if plain else (id(tensor), ())
         groups.setdefault(key, ([], tensor.detach()))[0].append(name)
     return list(groups.values())
