@@ -15,7 +15,7 @@ from nearpolicy.launch.placement_sizes import (
     rank_memory,
     tokens_kept_mb,
 )
-from nearpolicy.launch.sizes import LIBRARIES_MB, ModelShape, memory_warning
+from nearpolicy.launch.sizes import LIBRARIES_MB, ModelShape, critic_shape, memory_warning, reference_shape
 from nearpolicy.launch.words import count
 from nearpolicy.machine import num_cores
 from nearpolicy.placement import OF_CONTROLLER, Resources, Rooms
@@ -105,13 +105,22 @@ def _memory(role: RoleMemory, has_gpu: bool) -> Lines:
         yield owner, f"{_mb(mb)}, in an update"
     if not has_gpu:
         yield "libraries", _mb(LIBRARIES_MB)
-    yield "while loading", f"{_mb(role.loading)}: whole models" + (", in main memory on their way" if has_gpu else "")
+    yield "while loading", _loading(role, has_gpu)
     beside = 0.0 if has_gpu else LIBRARIES_MB
     high = role.most + (0.0 if has_gpu else role.held_on_host)
     low = f"{_mb(role.needed(has_gpu=has_gpu) + beside)} in any case"
     yield "together", f"{low}, at most about {_mb(high + beside)}, {where}"
     if has_gpu and role.host:
         yield "beside it", f"{_mb(role.held_on_host)} in main memory"
+
+
+def _loading(role: RoleMemory, has_gpu: bool) -> str:
+    if not role.reading:
+        return f"{_mb(role.loading)}: whole models" + (", in main memory on their way" if has_gpu else "")
+    own = f"{_mb(role.loading)}: its pieces" if role.loading else "nothing"
+    if not has_gpu:
+        return f"{own}, and {_mb(role.reading)} that are read at a time"
+    return f"{own}; in main memory {_mb(role.on_the_way)}, as they are read one after another"
 
 
 def _publication(config: RunConfig, shape: ModelShape) -> Lines:
@@ -154,10 +163,25 @@ _WAYS = {
 }
 
 
+def _cut_whole(config: RunConfig, shape: ModelShape | None) -> Iterator[str]:
+    """Models that every rank loads whole before they are cut."""
+    if shape is None or config.learner.ranks == 1:
+        return
+    named = {config.model.path: shape}
+    if config.objective.reference not in ("none", "initial"):
+        named[config.objective.reference] = reference_shape(config, shape)
+    if config.critic is not None and config.critic.path is not None:
+        named[config.critic.path] = critic_shape(config, shape)
+    for name, model in named.items():
+        if model is not None and model.why_whole is not None:
+            yield f"every rank loads {name} whole before it is cut: {model.why_whole}"
+
+
 def warnings(config: RunConfig, shape: ModelShape | None) -> Iterator[str]:
     """What works, but hardly as it is meant."""
     runtime, generator, rooms = config.runtime, config.generator, rooms_of(config)
     own = runtime.address is None
+    yield from _cut_whole(config, shape)
     if own and (wanted := rooms.total.get("CPU", 0.0)) > num_cores():
         yield (
             f"the roles ask for {wanted:g} CPU and this machine has {num_cores()}: they get in each other's way, which "

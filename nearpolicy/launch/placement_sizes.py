@@ -4,14 +4,15 @@
               the pieces that FSDP2 gives each of them
     passing   an estimate of what comes and goes beside it in forward and backward passes: activations, layers that are
               whole for a moment, gradients before they are added up; updating: of what an update adds
-    loading   whole models, before they are cut into pieces
+    loading   before there is anything else: whole models of a generator, or of a rank that is alone; of several ranks
+              their pieces, and what they read of one tensor
 
 Numbers are MB. A process with a GPU computes there; what it holds in main memory is counted apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nearpolicy.config import RunConfig
@@ -46,7 +47,11 @@ class RoleMemory:
     updating: Mapping[str, float] = field(default_factory=dict)
     """Where it computes, when they are over."""
     loading: float = 0.0
-    """Where it computes, and on the way to a GPU in main memory too, before there is anything else."""
+    """Where it computes, before there is anything else."""
+    reading: float = 0.0
+    """In main memory beside it, wherever it computes: of pieces, what is read at a time."""
+    on_the_way: float = 0.0
+    """In main memory before there is anything else, if it computes on a GPU."""
 
     @property
     def held(self) -> float:
@@ -68,7 +73,11 @@ class RoleMemory:
 
     def needed(self, *, has_gpu: bool) -> float:
         """Where it computes, in any case."""
-        return max(self.held + (0.0 if has_gpu else self.held_on_host), self.loading)
+        return max(self.held + (0.0 if has_gpu else self.held_on_host), self.needed_to_load(has_gpu=has_gpu))
+
+    def needed_to_load(self, *, has_gpu: bool) -> float:
+        """Where it computes."""
+        return self.loading + (0.0 if has_gpu else self.reading)
 
 
 def rank_memory(config: RunConfig, shape: ModelShape) -> RoleMemory:
@@ -107,8 +116,32 @@ def rank_memory(config: RunConfig, shape: ModelShape) -> RoleMemory:
         host=host,
         passing=passing,
         updating=updating,
-        loading=sum(model.parameters for model in models) * size / MB,
+        **_loading_mb(config, models),
     )
+
+
+def _loading_mb(config: RunConfig, models: Sequence[ModelShape]) -> dict[str, float]:
+    """What of `RoleMemory` comes before everything else. A rank of several reads its pieces alone where it can."""
+    learner, size = config.learner, number_bytes(config.model)
+    parts = learner.ranks // learner.replicas
+    whole = [model for model in models if learner.ranks == 1 or model.why_whole is not None]
+    read = [model for model in models if model not in whole]
+    of_whole = sum(model.parameters for model in whole) * size / MB
+    pieces = sum(model.parameters for model in read) * size / parts / MB
+    reading = max((_largest_read_mb(model, size) / parts for model in read), default=0.0)
+    away = learner.offload == "parameters"
+    return {
+        "loading": of_whole + (0.0 if away else pieces),
+        "reading": reading,
+        "on_the_way": of_whole + reading + (pieces if away else 0.0),
+    }
+
+
+def _largest_read_mb(model: ModelShape, size: int) -> float:
+    """Of what is read at once: the embedding, or the experts of a layer, which are put together out of several tensors
+    and are there twice for a moment."""
+    layer = (model.parameters - model.embeddings) / model.layers
+    return max(model.vocabulary * model.hidden, 2 * layer if model.experts > 1 else layer) * size / MB
 
 
 def _trained_mb(config: RunConfig, shape: ModelShape, parts: int) -> dict[str, float]:
@@ -152,7 +185,7 @@ def generator_memory(config: RunConfig, shape: ModelShape, transport: str | None
         owners["weights on arrival"] = published_mb(config, shape)
     if _keeps_for_deltas(config):
         host["weights before the next delta"] = published_mb(config, shape)
-    return RoleMemory(certain=owners, host=host, passing=passing, loading=loading)
+    return RoleMemory(certain=owners, host=host, passing=passing, loading=loading, on_the_way=loading)
 
 
 def saved_by_turns(rank: RoleMemory, generator: RoleMemory, *, on_gpu: bool) -> float:
@@ -207,7 +240,10 @@ def held_on_this_machine(config: RunConfig, shape: ModelShape) -> dict[str, floa
     }
     if runtime.placement == "colocated":
         held["generators"] -= replicas * saved_by_turns(rank, generator, on_gpu=False)
-    loading = {"ranks of the learner": ranks * rank.loading, "generators": replicas * generator.loading}
+    loading = {
+        "ranks of the learner": ranks * rank.needed_to_load(has_gpu=False),
+        "generators": replicas * generator.needed_to_load(has_gpu=False),
+    }
     return max(held, loading, key=lambda owners: sum(owners.values()))
 
 

@@ -19,6 +19,7 @@ from nearpolicy.config import RunConfig
 from nearpolicy.errors import ModelError
 from nearpolicy.launch.adapter_sizes import adapter_size, llama_matrices
 from nearpolicy.models.config import TINY, ModelConfig
+from nearpolicy.models.folders import why_whole
 
 MB = 1024 * 1024
 ACCELERATORS = ("/dev/nvidia0", "/dev/kfd")
@@ -50,6 +51,8 @@ class ModelShape:
     vocabulary: int
     heads: int
     kv_heads: int
+    experts: int
+    """Of a layer; 1 where it is no mixture."""
     kv_width: int
     """Keys and values of one token in one layer, over all their heads."""
     max_length: int | None
@@ -60,6 +63,8 @@ class ModelShape:
     """Whether the matrices are those of a file, rather than the linear layers of a Llama of this size."""
     shipped: bool = False
     """From the table that comes with this package, because the model itself is not here."""
+    why_whole: str | None = None
+    """What keeps a rank of several from reading its piece alone; None if it can, or if the model is not here."""
 
 
 def model_shape(model: ModelConfig, key: str = "model.path") -> ModelShape | None:
@@ -92,7 +97,8 @@ def _model_shape(model: ModelConfig) -> ModelShape | None:
     shapes = _safetensors_shapes(folder)
     parameters = sum(map(math.prod, shapes.values())) or None
     matrices = {name.removesuffix(".weight"): (s[0], s[1]) for name, s in shapes.items() if len(s) == 2}
-    return shape_of(config.get("text_config", config), parameters=parameters, matrices=matrices)
+    shape = shape_of(config.get("text_config", config), parameters=parameters, matrices=matrices)
+    return replace(shape, why_whole=why_whole(folder))
 
 
 def shipped_configs() -> dict[str, dict[str, Any]]:
@@ -136,6 +142,7 @@ def shape_of(
         vocabulary=vocabulary,
         heads=heads,
         kv_heads=kv_heads,
+        experts=experts,
         kv_width=kv_width,
         max_length=int(longest) if longest else None,
         matrices=matrices

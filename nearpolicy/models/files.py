@@ -9,7 +9,6 @@ for, where it does no more than stack them; else out of the whole, one tensor at
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -21,17 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from nearpolicy.errors import ModelError, described
-
-ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Those that transformers would read, in its order; empty where there are none of this format."""
-    if (folder / ONE_FILE).is_file():
-        return [folder / ONE_FILE]
-    if not (folder / INDEX).is_file():
-        return []
-    return [folder / name for name in sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))]
+from nearpolicy.models.folders import weight_files
 
 
 @dataclass(slots=True)

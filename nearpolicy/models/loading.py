@@ -11,7 +11,6 @@ knows where a model came from. Every weight of a model comes from its files, non
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import tempfile
@@ -25,8 +24,9 @@ import torch
 
 from nearpolicy.errors import ModelError, described
 from nearpolicy.models.attention import NAME, register
-from nearpolicy.models.files import INDEX, ONE_FILE, WeightFiles, weight_files
+from nearpolicy.models.files import WeightFiles
 from nearpolicy.models.fitness import check_fitness, tolerance_of
+from nearpolicy.models.folders import why_whole
 from nearpolicy.models.policy import PolicyModel
 from nearpolicy.models.random_models import known_options, make_random_model, name_of_random_model
 
@@ -176,7 +176,7 @@ def outline_policy(
     called when the pieces are there. A folder that cannot be read in pieces is loaded whole, and ``say`` is told.
     """
     folder = Path(folder)
-    if (reason := _why_whole(folder)) is not None:
+    if (reason := why_whole(folder)) is not None:
         say(f"every rank loads {folder} whole before it is cut: {reason}")
         return load_policy(folder, dtype, device, known_to_fit=known_to_fit)
     _quiet()
@@ -189,20 +189,6 @@ def outline_policy(
     _disable_dropout(model)
     model.set_attn_implementation(NAME)
     return PolicyModel(model, files=files)
-
-
-def _why_whole(folder: Path) -> str | None:
-    """What keeps the weights of a folder from being read in pieces."""
-    if not weight_files(folder):
-        return f"it has no *.safetensors that {INDEX} or {ONE_FILE} name; save it again in that format"
-    if (folder / "adapter_config.json").is_file():
-        return "an adapter lies beside its weights, which has to be merged; save the merged model"
-    with contextlib.suppress(OSError, ValueError):  # said by whoever loads it
-        config = json.loads((folder / "config.json").read_text())
-        for key in ("quantization_config", "transformers_weights"):
-            if isinstance(config, dict) and config.get(key) is not None:
-                return f"its config.json has `{key}`; save it again with plain weights"
-    return None
 
 
 def _tie(model: Any, files: WeightFiles) -> None:

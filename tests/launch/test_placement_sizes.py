@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,7 +59,8 @@ def test_a_rank_holds_its_piece_of_everything_that_is_trained():
     memory = rank()
     assert memory.certain == {"weights": 128, "gradients": 128, "AdamW's moments": 512, "float32 weights": 256}
     assert memory.host == {}
-    assert memory.loading == 512  # before it is cut
+    assert (memory.loading, memory.reading) == (128, 16)  # its piece; a quarter of the embedding, which is the largest
+    assert memory.on_the_way == 16  # to a GPU
     assert memory.passing["unsummed gradients"] == 1024  # float32, of all weights
     assert memory.passing["gathered layers"] == 128 + 2 * 48
     assert memory.updating == {"float32 gradients": 256}
@@ -81,6 +83,7 @@ def test_one_rank_holds_what_a_learner_in_one_process_does():
         "AdamW's moments": inline["learner: AdamW"],
     }
     assert alone.passing == {"activations": inline["learner: activations"]}
+    assert (alone.loading, alone.reading, alone.on_the_way) == (1024, 0, 1024)  # whole
 
 
 def test_what_is_offloaded_lies_in_main_memory():
@@ -91,18 +94,41 @@ def test_what_is_offloaded_lies_in_main_memory():
     everything = rank("learner.offload=parameters")
     assert (everything.certain, sum(everything.host.values())) == ({}, 1024)
     assert "unsummed gradients" not in everything.passing
-    assert everything.needed(has_gpu=True) == 512  # it is loaded whole, where it computes
+    assert everything.needed(has_gpu=True) == 0
+    assert (everything.loading, everything.on_the_way) == (0, 128 + 16)  # the pieces, and what is read of one tensor
     assert everything.needed(has_gpu=False) == 1024
 
 
 def test_a_reference_and_a_critic_are_cut_too():
     with_reference = rank("objective.kl_coef=0.1", "objective.reference=initial")
     assert with_reference.certain["reference"] == 128
-    assert with_reference.loading == 1024
+    assert with_reference.loading == 256
     with_critic = rank("objective.advantage=gae")
     assert with_critic.certain["critic: weights"] == 128
     assert with_critic.certain["critic: AdamW's moments"] == 512
     assert with_critic.certain["gradients"] == 128  # of one at a time
+
+
+def test_experts_are_put_together_out_of_what_is_read():
+    """Twice the piece of a layer, of which nearly all are experts: 2 x 48 / 4; an embedding would be 16."""
+    memory = rank_memory(config(), replace(SHAPE, experts=8))
+    assert (memory.loading, memory.reading) == (128, 24)
+
+
+def test_a_model_that_cannot_be_read_in_pieces_is_loaded_whole_by_every_rank_and_pointed_out(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    text = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
+    (folder / "config.json").write_text(json.dumps(text | {"quantization_config": {"quant_method": "fp8"}}))
+    (folder / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+    ours = config(f"model.path={folder}")
+    shape = replace(SHAPE, why_whole=model_shape(ours.model).why_whole)
+    memory = rank_memory(ours, shape)
+    assert (memory.loading, memory.reading, memory.on_the_way) == (512, 0, 512)
+    said = f"every rank loads {folder} whole before it is cut: its config.json has `quantization_config`"
+    assert any(said in text for text in warnings(ours, shape))
+    assert not any("whole before" in text for text in warnings(ours, SHAPE))
+    assert not any("whole before" in text for text in warnings(config("learner.ranks=1"), shape))
 
 
 def test_factors_of_an_adapter_are_not_cut_and_the_base_is():

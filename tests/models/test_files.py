@@ -139,7 +139,7 @@ def test_files_that_are_cut_off_are_refused_whenever_that_happens(copy):
         loading.outline_policy(folder)
 
 
-@pytest.mark.parametrize("reason", ["no *.safetensors", "`quantization_config`", "an adapter lies beside"])
+@pytest.mark.parametrize("reason", ["neither model.safetensors", "`quantization_config`", "an adapter lies beside"])
 def test_a_folder_that_cannot_be_read_in_pieces_is_loaded_whole_and_that_is_said(copy, reason, monkeypatch):
     folder, said = copy(), []
     if "safetensors" in reason:

@@ -209,8 +209,8 @@ RECIPE = {
 SHAPE = shape_of(
     {"hidden_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 32, "vocab_size": 32768}, parameters=2**28
 )
-"""2**28 numbers in float32 are 1,024 MB; so are a rank's piece, its gradients and its moments together: it needs what
-it loads."""
+"""2**28 numbers in float32 are 1,024 MB, half of them the embedding; so are a rank's piece, its gradients and its
+moments together."""
 
 
 def refusal(
@@ -252,14 +252,26 @@ def test_roles_that_take_turns_need_less_together(ray_here):
     assert "need 13,264 MB" in refusal(**of, settings=settings)
 
 
-def test_whole_models_must_fit_while_they_are_loaded(ray_here):
-    """16 ranks hold 256 MB each in the end, and load 1,024."""
-    node = replace(here(), node="a", node_id="a", free_mb=16 * 1024.0)
+def test_ranks_need_what_they_hold_and_no_whole_model_before(ray_here):
+    """16 ranks hold 256 MB each in the end; they load 64, by way of 32 of the embedding."""
+    node = replace(here(), node="a", node_id="a", free_mb=16 * 256.0)
     elsewhere = [replace(node, node_id="b", free_mb=1e6)]
     settings = ("learner.ranks=16",)
     assert refusal(ranks=[node] * 16, generators=elsewhere, settings=settings) is None
-    short = replace(node, free_mb=16 * 1024.0 - 1)
-    assert "need 16,384 MB" in refusal(ranks=[short] * 16, generators=elsewhere, settings=settings)
+    short = replace(node, free_mb=16 * 256.0 - 1)
+    assert "need 4,096 MB" in refusal(ranks=[short] * 16, generators=elsewhere, settings=settings)
+
+
+def test_what_is_on_its_way_to_gpus_must_fit_the_main_memory(ray_here):
+    """A generator's whole model, 1,024 MB, and of each rank what it reads at a time, a quarter of 512."""
+
+    def on(gpu: str, free: float):
+        return replace(here(), node="a", node_id="a", free_mb=free, gpus=(gpu,), free_gpu_mb=1e6)
+
+    enough, short = ([on(str(i), free) for i in range(5)] for free in (1536.0, 1535.0))
+    assert refusal(ranks=enough[:4], generators=enough[4:]) is None
+    assert "node a has 1,535 MB free" in (said := refusal(ranks=short[:4], generators=short[4:]))
+    assert "need 1,536 MB" in said
 
 
 def test_a_gpu_is_refused_by_name_and_shared_ones_are_added_up(ray_here):

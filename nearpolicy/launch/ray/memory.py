@@ -58,7 +58,7 @@ def _short(residents: Sequence[_Resident], saved: float, also: float, *, on_gpu:
         held = sum(_held(each, on_gpu=on_gpu) for each in here)
         held += also * any(each.role == "generator" for each in here)
         held -= saved * min(roles["generator"], roles["rank of the learner"])
-        needed = max(held, sum(each.memory.loading for each in here))  # all load at the same time
+        needed = max(held, sum(_to_load(each, on_gpu=on_gpu) for each in here))  # all load at the same time
         free = place.free_gpu_mb if on_gpu else place.free_mb
         if free is not None and needed > free:
             where = f"GPU {place.gpus[0]} of node {place.node}" if on_gpu else f"node {place.node}"
@@ -70,6 +70,14 @@ def _held(resident: _Resident, *, on_gpu: bool) -> float:
     if on_gpu:
         return memory.held
     return memory.held_on_host + (0.0 if resident.place.gpus else memory.held)
+
+
+def _to_load(resident: _Resident, *, on_gpu: bool) -> float:
+    """Before it holds anything: there, or in main memory on the way to its GPU."""
+    memory = resident.memory
+    if resident.place.gpus and not on_gpu:
+        return memory.on_the_way
+    return memory.needed_to_load(has_gpu=on_gpu)
 
 
 def _sentence(where: str, here: Sequence[_Resident], needed: float, free: float) -> str:
