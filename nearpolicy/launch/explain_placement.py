@@ -117,10 +117,11 @@ def _memory(role: RoleMemory, has_gpu: bool) -> Lines:
 def _loading(role: RoleMemory, has_gpu: bool) -> str:
     if not role.reading:
         return f"{_mb(role.loading)}: whole models" + (", in main memory on their way" if has_gpu else "")
-    own = f"{_mb(role.loading)}: its pieces" if role.loading else "nothing"
     if not has_gpu:
-        return f"{own}, and {_mb(role.reading)} that are read at a time"
-    return f"{own}; in main memory {_mb(role.on_the_way)}, as they are read one after another"
+        return f"{_mb(role.loading)}: its pieces, and {_mb(role.reading)} that are read at a time"
+    if not role.loading:
+        return f"nothing; in main memory {_mb(role.on_the_way)}: its pieces, and what is read at a time"
+    return f"{_mb(role.loading)}: its pieces; in main memory {_mb(role.on_the_way)} that are read at a time"
 
 
 def _publication(config: RunConfig, shape: ModelShape) -> Lines:

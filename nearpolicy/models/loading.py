@@ -176,14 +176,20 @@ def outline_policy(
     called when the pieces are there. A folder that cannot be read in pieces is loaded whole, and ``say`` is told.
     """
     folder = Path(folder)
-    if (reason := why_whole(folder)) is not None:
+
+    def whole(reason: str) -> PolicyModel:
         say(f"every rank loads {folder} whole before it is cut: {reason}")
         return load_policy(folder, dtype, device, known_to_fit=known_to_fit)
+
+    if (reason := why_whole(folder)) is not None:
+        return whole(reason)
     _quiet()
     register()
     # transformers itself looks at every tensor in the files, and finds a place for it, without reading one.
     model = _from_files(folder, str(folder), dtype=dtype, attn_implementation="eager", device_map="meta")
     files = WeightFiles(model, folder, torch.device(device))
+    if made_up := [name for name, _ in model.named_parameters() if name not in files]:  # as some families may
+        return whole(f"its files are without {_some(made_up)}, which transformers makes by itself")
     _tie(model, files)
     _make_buffers(model, files.device)
     _disable_dropout(model)

@@ -226,6 +226,7 @@ def test_check_of_a_local_run_with_ray_says_who_lives_where(capsys):
     for part in (
         "disaggregated, a Ray of its own on this machine",
         "2 ranks, each 1 CPU; 1 x the weights in 2 parts",
+        "0.6 MB: its pieces, and 0.3 MB that are read at a time",
         "2, each 1 CPU, all weights in each, and up to 3 as there is room",
         "2, each 1 CPU and 1 worker",
         "6 places: 6 CPU; one node must have 1 CPU",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
@@ -26,6 +27,7 @@ from nearpolicy.learner.config import CriticConfig, LearnerConfig
 from nearpolicy.learner.gradients import GradientSketch, group_gradients
 from nearpolicy.learner.parallel import Ranks
 from nearpolicy.learner.step import PolicyLearner
+from nearpolicy.models.files import WeightFiles
 from nearpolicy.models.fitness import check_fitness
 from nearpolicy.models.loading import load_policy, outline_policy, resolve
 from nearpolicy.models.lora import LoraPolicy
@@ -207,6 +209,51 @@ def _tensors(own: PolicyLearner) -> dict[str, torch.Tensor]:
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     alike = (type(a), a.dtype, a.shape, a.requires_grad) == (type(b), b.dtype, b.shape, b.requires_grad)
     return alike and torch.equal(local(a), local(b)) and local(a).device == local(b).device
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank while a learner is made."""
+
+    read: int
+    """From the files, in all."""
+    largest: int
+    """Of one read."""
+    held: int
+    """Of weights in the end, padding included."""
+    peak: int
+    """Of all tensors that were there at a time, beyond those before."""
+
+
+def memory_while_loading(ranks: Ranks, folder: str, whole: bool) -> Memory:
+    reads, censuses = [0], [0]
+    plain, before = WeightFiles._read, _all_tensors()
+
+    def reading(files: WeightFiles, *what: Any) -> torch.Tensor:
+        tensor = plain(files, *what)
+        reads.append(tensor.nbytes)
+        censuses.append(_all_tensors())
+        return tensor
+
+    WeightFiles._read = reading
+    try:
+        policy = load_policy(folder, known_to_fit=True) if whole else outline_policy(folder)
+        censuses.append(_all_tensors())
+        ranks.shard(policy, replicas=1, offload=False)
+        censuses.append(_all_tensors())
+    finally:
+        WeightFiles._read = plain
+    held = {local(p).untyped_storage().data_ptr(): local(p).untyped_storage().nbytes() for p in policy.parameters()}
+    return Memory(sum(reads), max(reads), sum(held.values()), max(censuses) - before)
+
+
+def _all_tensors() -> int:
+    """Bytes of every tensor in this process that has memory, views of one counted once."""
+    storages = {}
+    for each in gc.get_objects():
+        if isinstance(each, torch.Tensor) and not in_pieces(each) and each.device.type == "cpu" and each.numel():
+            storages[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+    return sum(storages.values())
 
 
 def fitness(ranks: Ranks, folder: str, value_model: bool) -> str:

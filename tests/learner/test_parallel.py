@@ -12,10 +12,11 @@ import torch
 from conformance import all_equal, close
 from parallel_cases import CASES
 from rank_pool import Raised
+from safetensors.torch import load_file
 
 from nearpolicy.errors import ConfigError
 from nearpolicy.learner.sharding import require_offload_has_effect
-from nearpolicy.models.loading import load_policy
+from nearpolicy.models.loading import load_policy, resolve
 from nearpolicy.models.weights import digests
 
 
@@ -84,6 +85,51 @@ def test_pieces_that_are_read_alone_are_those_of_a_whole_model_to_the_bit(name, 
 def test_pieces_of_any_learner_are_those_of_a_whole_model_to_the_bit(name, ranks, replicas, rank_pool):
     prepared(name)
     assert rank_pool.run(ranks, cases.same_pieces, name, replicas) == [[]] * ranks
+
+
+OF_80_MB = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "vocab_size": 4096, "head_dim": 128}
+EXPERTS_OF_40_MB = {
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "vocab_size": 4096,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 384,
+}
+
+
+def check_memory(pool, ranks: int, family: str, init: dict, together: int) -> None:
+    """``together``: copies of what is read at a time."""
+    folder = resolve(f"random:{family}", init)
+    size = sum(t.nbytes for t in load_file(folder / "model.safetensors").values())
+    found = pool.run(ranks, cases.memory_while_loading, str(folder), False)
+    assert size <= sum(memory.held for memory in found) <= 1.001 * size
+    assert sum(memory.read for memory in found) == size  # every byte by one rank, and once
+    experts = 2 * init.get("num_experts", 0) * init.get("moe_intermediate_size", 0)  # gate and up in one
+    tensor = max(init["vocab_size"], experts) * init["hidden_size"] * 4 / ranks
+    for memory in found:
+        assert memory.read <= 1.001 * size / ranks
+        assert memory.largest <= tensor
+        assert memory.peak <= memory.held + together * tensor
+
+
+def test_a_rank_never_holds_more_than_its_pieces_and_what_it_reads_of_one_tensor(rank_pool):
+    check_memory(rank_pool, 2, "llama", OF_80_MB, 1)
+    check_memory(rank_pool, 2, "qwen3_moe", EXPERTS_OF_40_MB, 2)
+
+
+@pytest.mark.large
+def test_nor_does_one_of_four(rank_pool):
+    check_memory(rank_pool, 4, "llama", OF_80_MB, 1)
+    check_memory(rank_pool, 4, "qwen3_moe", EXPERTS_OF_40_MB, 2)
+
+
+def test_what_is_counted_sees_a_whole_model(rank_pool):
+    """That the test above can fail."""
+    folder = resolve("random:llama", OF_80_MB)
+    size = sum(t.nbytes for t in load_file(folder / "model.safetensors").values())
+    for memory in rank_pool.run(2, cases.memory_while_loading, str(folder), True):
+        assert memory.peak >= size
 
 
 RECIPE = {

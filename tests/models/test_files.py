@@ -25,7 +25,7 @@ def require_same(folder: str | Path, dtype: torch.dtype = torch.float32, parts: 
     assert all(p.is_meta for p in ours.values())
     assert [_same_as(ours, name) for name in ours] == [_same_as(theirs, name) for name in theirs]
     for name, right in theirs.items():
-        assert (ours[name].dtype, ours[name].shape, ours[name].requires_grad) == (right.dtype, right.shape, True)
+        assert _kind(ours[name]) == _kind(right), name
         if not right.dim():
             assert torch.equal(outline.files.rows(name), right), name
             continue
@@ -42,6 +42,10 @@ def require_same(folder: str | Path, dtype: torch.dtype = torch.float32, parts: 
     assert outline.model.generation_config.to_dict() == whole.model.generation_config.to_dict()
     assert outline.model.config._attn_implementation == whole.model.config._attn_implementation
     assert not outline.model.training
+
+
+def _kind(parameter: torch.nn.Parameter) -> tuple[torch.dtype, torch.Size, bool]:
+    return parameter.dtype, parameter.shape, parameter.requires_grad
 
 
 def _same_as(parameters: dict[str, torch.nn.Parameter], name: str) -> list[str]:
@@ -155,3 +159,32 @@ def test_a_folder_that_cannot_be_read_in_pieces_is_loaded_whole_and_that_is_said
     assert loading.outline_policy(folder, say=said.append) == "a whole model"
     assert len(loaded) == 1
     assert said and f"every rank loads {folder} whole before it is cut: " in said[0] and reason in said[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        (
+            "sarvam_moe",
+            {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_hidden_layers": 2},
+        ),
+        ("hrm_text", {}),
+    ],
+)
+def test_tensors_that_files_have_otherwise_are_put_together_whole(family, options):
+    """Queries, keys and values in one; the model has three."""
+    folder = loading.resolve(f"random:{family}", options)
+    require_same(folder)
+
+
+def test_a_model_of_which_transformers_makes_a_part_by_itself_is_loaded_whole(copy, monkeypatch):
+    folder, said = copy(), []
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    from transformers import LlamaForCausalLM
+
+    monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_missing", ["model.norm.weight"])
+    policy = loading.outline_policy(folder, known_to_fit=True, say=said.append)
+    assert policy.files is None and not any(p.is_meta for p in policy.parameters())
+    assert "its files are without model.norm.weight, which transformers makes by itself" in said[0]
