@@ -264,7 +264,7 @@ def _reading(checkpoint: Path) -> Iterator[None]:
     except (OSError, RuntimeError, ValueError, LookupError, EOFError, UnpicklingError, SafetensorError) as error:
         raise RunFolderError(f"checkpoint {checkpoint} cannot be read: {described(error)}") from error
     except UserError as error:
-        if str(checkpoint) in str(error):
+        if isinstance(error, RunFolderError) and str(checkpoint) in str(error):
             raise
         raise RunFolderError(f"checkpoint {checkpoint} cannot be read: {described(error)}") from error
 

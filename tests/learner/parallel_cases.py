@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from nearpolicy.config import config_from_dict
 from nearpolicy.errors import ModelError
 from nearpolicy.launch import build
-from nearpolicy.learner.checkpoint import load_checkpoint, save_checkpoint
+from nearpolicy.learner.checkpoint import load_checkpoint, load_saved_weights, save_checkpoint, save_weights
 from nearpolicy.learner.config import CriticConfig, LearnerConfig
 from nearpolicy.learner.gradients import GradientSketch, group_gradients
 from nearpolicy.learner.parallel import Ranks
@@ -85,6 +85,9 @@ CASES = {
     "all offloaded": Case(settings={"offload": "parameters"}),
     "moments offloaded": Case(settings={"offload": "optimizer"}),
 }
+
+
+THREE_LAYERS = Case(init={"num_hidden_layers": 3})
 
 
 def make(case: Case, ranks: Ranks | None = None, replicas: int = 1, *, whole: bool = False) -> PolicyLearner:
@@ -411,6 +414,31 @@ def torn_pieces(ranks: Ranks, folder: str) -> tuple[str, bool]:
     other = plain(ranks)
     before = _fingerprint(other)
     return _said(lambda: load_checkpoint(other, path)), _fingerprint(other) == before
+
+
+def changed_weights(ranks: Ranks, folder: str, how: str) -> tuple[str, bool]:
+    """A checkpoint whose weights were changed after they were published, or cut off; what loading says, and whether the
+    learner's own stayed."""
+    own = make(Case(), ranks)
+    _step(own)
+    path, published = save_checkpoint(own, Path(folder), keep_last=1), _fingerprint(own)
+    if ranks.rank == 0:
+        file = path / "model.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-3] ^= 1
+        file.write_bytes(bytes(content[:-40] if how == "cut off" else content))
+    ranks.agree("changed weights")
+    other = make(Case(), ranks)
+    before = _fingerprint(other)
+    return _said(lambda: load_checkpoint(other, path, expected=[published])), _fingerprint(other) == before
+
+
+def weights_of_another_model(ranks: Ranks, path: str) -> tuple[str, bool]:
+    """`load_saved_weights` of a model with more layers."""
+    save_weights(make(THREE_LAYERS, ranks), Path(path))
+    own = make(Case(), ranks)
+    before = _fingerprint(own)
+    return _said(lambda: load_saved_weights(own, Path(path))), _fingerprint(own) == before
 
 
 def _said(act: Callable[[], Any]) -> str:

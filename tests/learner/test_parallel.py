@@ -253,6 +253,25 @@ def test_pieces_that_were_changed_are_not_loaded(rank_pool, tmp_path):
     assert stayed
 
 
+@pytest.mark.parametrize(
+    ("how", "says"), [("changed", "was changed: its weights have the fingerprint"), ("cut off", "cannot be read")]
+)
+def test_weights_that_were_changed_are_not_loaded_into_any_rank(how, says, rank_pool, tmp_path):
+    said, stayed = all_equal(rank_pool.run(2, cases.changed_weights, str(tmp_path), how))
+    assert said.startswith(f"RunFolderError: learner rank 0: checkpoint {tmp_path / 'step-1'} ") and says in said
+    assert stayed
+
+
+def test_saved_weights_of_another_model_are_not_loaded_into_any_rank(rank_pool, tmp_path):
+    prepared("critic")
+    cases.make(cases.THREE_LAYERS)
+    said, stayed = all_equal(rank_pool.run(2, cases.weights_of_another_model, str(tmp_path / "weights.safetensors")))
+    assert (
+        "0 tensors applied" in said and "model.layers.2.input_layernorm.weight' was sent, but is unknown here" in said
+    )
+    assert stayed
+
+
 def test_a_rank_that_dies_is_named(rank_pool):
     said, gone = rank_pool.run_each(2, cases.dies, [(1,), (1,)])
     assert said.startswith("StandstillError: learner rank 0: waited in step 0") and "rank 1" in said
