@@ -70,7 +70,15 @@ def test_ranks_live_as_one_process_does(name, ranks, replicas, rank_pool, tmp_pa
     check_life(rank_pool, name, tmp_path, ranks, replicas)
 
 
-READ_IN_PIECES = ["tied and checkpointed", "mixture of experts", "adapter on bfloat16", "full KL", "critic", "bfloat16"]
+READ_IN_PIECES = [
+    "tied and checkpointed",
+    "untied, of uneven pieces",
+    "mixture of experts",
+    "adapter on bfloat16",
+    "full KL",
+    "critic",
+    "bfloat16",
+]
 
 
 @pytest.mark.parametrize("name", READ_IN_PIECES)
