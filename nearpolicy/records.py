@@ -172,6 +172,14 @@ def _filled(kind: Any, fields: Mapping[str, Any]) -> Any:
     return record
 
 
+def _oldest_of(segment: Segment) -> int:
+    """Version, of a segment with tokens that the policy chose."""
+    versions, mask = segment.versions, segment.mask
+    if versions.strides == (0,):  # one number for all
+        return int(versions[0])
+    return int((versions if segment.num_sampled == len(mask) else versions[mask]).min())
+
+
 _SEGMENT_DTYPES = {
     "context_ids": np.dtype(np.int32),
     "token_ids": np.dtype(np.int32),
@@ -301,10 +309,7 @@ class Group:
         """Smallest version among all tokens of `everything`; the version at admission if there is none."""
         if self._oldest is None:
             segments = [s for rollout in self.everything for s in rollout.segments if s.num_sampled]
-            oldest = self.admission.version
-            if segments:
-                mask = np.concatenate([segment.mask for segment in segments])
-                oldest = int(np.concatenate([segment.versions for segment in segments])[mask].min())
+            oldest = min([_oldest_of(segment) for segment in segments], default=self.admission.version)
             object.__setattr__(self, "_oldest", oldest)
         return self._oldest
 

@@ -36,7 +36,11 @@ class Sink(Protocol):
 
     def commit(self, calls: Sequence[Said], *, patient: bool) -> bool:
         """All of them, or those before the one at fault and its error. False, and nothing done, if that would have to
-        wait for another program and is not ``patient``."""
+        wait for another program and is not ``patient``. May return before they are committed: see `finish`."""
+        ...
+
+    def finish(self) -> None:
+        """Returns when all it was given is committed, or raises."""
         ...
 
     def settle(self, *, now: bool) -> None:
@@ -196,20 +200,22 @@ class Commits:
         if self._calls:
             self._hurry = True
         self._room.set()
-        if not self._commit([call for call in calls if type(call) is not _Signal], patient):
+        signals = [call for call in calls if type(call) is _Signal]
+        if not self._commit([call for call in calls if type(call) is not _Signal], bool(signals), patient):
             self._calls.extendleft(reversed(calls))
             return False
-        for call in calls:
-            if type(call) is _Signal:
-                call.set()
+        for signal in signals:
+            signal.set()
         return True
 
-    def _commit(self, calls: Sequence[Said], patient: bool) -> bool:
-        if self._error is not None or not calls:
+    def _commit(self, calls: Sequence[Said], somebody_waits: bool, patient: bool) -> bool:
+        if self._error is not None:
             return True  # later calls must not be stored without the one that failed
         try:
-            if not self._sink.commit(calls, patient=patient):
+            if calls and not self._sink.commit(calls, patient=patient):
                 return False
+            if somebody_waits or not self._calls:
+                self._sink.finish()
             self._progress = time.monotonic()
         except BaseException as error:  # surfaces on the next call: the writer's thread has nobody to raise to
             self.fail(error)

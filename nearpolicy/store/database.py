@@ -112,6 +112,9 @@ class Database:
             raise
         return True
 
+    def finish(self) -> None:
+        """Nothing is ever under way."""
+
     def settle(self, *, now: bool) -> None:
         if self.due is None or not (now or time.monotonic() >= self.due):
             return

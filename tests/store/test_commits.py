@@ -23,6 +23,8 @@ class Slow:
 
     def __init__(self) -> None:
         self.bunches: list[list[int]] = []
+        self.finished: list[int] = []
+        """How many calls it had been given each time that it was waited for."""
         self.busy, self.let = threading.Event(), threading.Event()
         self.error: Exception | None = None
 
@@ -33,6 +35,9 @@ class Slow:
             raise self.error
         self.bunches.append([call.index for call in calls])
         return True
+
+    def finish(self) -> None:
+        self.finished.append(sum(map(len, self.bunches)))
 
     def settle(self, *, now: bool) -> None: ...
 
@@ -51,6 +56,21 @@ def test_what_waits_while_the_sink_is_busy_goes_together_and_no_more_than_it_tak
     sink.let.set()
     commits.close()
     assert sink.bunches == [[0], [1, 2, 3, 4], [5, 6, 7, 8], [9]]
+    assert sink.finished[-1] == 10 and 5 not in sink.finished  # more waited: one is packed while the other is written
+
+
+def test_whoever_flushes_waits_for_what_is_under_way_though_more_is_said():
+    sink = Slow()
+    commits = started(sink, most=2)
+    for index in range(2):
+        commits.say(admission(index))
+    assert sink.busy.wait(30)
+    flushing = threading.Thread(target=commits.flush)
+    flushing.start()
+    sink.let.set()
+    flushing.join(30)
+    assert sink.finished[-1] == 2
+    commits.close()
 
 
 def test_calls_of_one_message_are_committed_behind_what_was_said_before():

@@ -4,13 +4,15 @@
     RunRecord -> Commits -> pack_calls  == message ==>    received -> StoreWriter
               <== answered when it is committed ==
 
-One message is under way at a time, and what is said meanwhile goes together in the next one. The folder is read by the
-controller, so the actor is on its node, and its lock ends with the actor's process. Ray does not start it again: what
-was said and not committed is lost with it, so that the run has to be taken up from the record.
+Two messages are under way at most, so that one is packed while the other is written, and what is said meanwhile goes
+together in the next one. The folder is read by the controller, so the actor is on its node, and its lock ends with the
+actor's process. Ray does not start it again: what was said and not committed is lost with it, so that the run has to be
+taken up from the record.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -114,7 +116,9 @@ class ActorWriter:
         self._end = end
         self._limit_s = stall_s + GRACE_S
         self.due: float | None = None
-        self.commits = Commits(folder, self, max_pending=max_pending, stall_s=self._limit_s, most=max_pending // 2)
+        self._under_way: deque[Any] = deque()
+        """Answers to messages, the first one first."""
+        self.commits = Commits(folder, self, max_pending=max_pending, stall_s=self._limit_s, most=max_pending // 4)
         self.say = self.commits.say
 
     # The sink of `commits`.
@@ -124,10 +128,23 @@ class ActorWriter:
             packed = as_sent(pack_calls(calls))
         except Exception:
             if before := calls[: _first_that_fails(calls)]:
-                self._ask("commit", as_sent(pack_calls(before)), limit_s=self._limit_s)
+                self._send(as_sent(pack_calls(before)))
+            self.finish()
             raise
-        self._ask("commit", packed, limit_s=self._limit_s)
+        self._send(packed)
+        while len(self._under_way) > 1:
+            self._finish_first()
         return True
+
+    def finish(self) -> None:
+        while self._under_way:
+            self._finish_first()
+
+    def _send(self, packed: Sent) -> None:
+        self._under_way.append(self._actor.commit.remote(packed))
+
+    def _finish_first(self) -> None:
+        self._answer(self._under_way.popleft(), self._limit_s)
 
     def settle(self, *, now: bool) -> None:
         """The actor presses onto the disk what it has committed."""
@@ -162,11 +179,14 @@ class ActorWriter:
         self.commits.check()
 
     def _ask(self, verb: str, *arguments: Any, limit_s: float | None) -> Any:
+        return self._answer(getattr(self._actor, verb).remote(*arguments), limit_s)
+
+    def _answer(self, reference: Any, limit_s: float | None) -> Any:
         import ray
         from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
         try:
-            answer: Answer = ray.get(getattr(self._actor, verb).remote(*arguments), timeout=limit_s)
+            answer: Answer = ray.get(reference, timeout=limit_s)
         except GetTimeoutError:
             raise StandstillError(
                 f"the actor that writes the record of {self._folder.path} has not answered for {limit_s:.0f} s"
