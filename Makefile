@@ -32,7 +32,7 @@ test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest -m "not large" tests/ray
 
 test-all: $(INSTALLED)
-	$(VENV)/bin/python -m pytest --ignore=tests/ray tests
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --ignore=tests/ray tests
 	$(VENV)/bin/python -m pytest tests/ray
 
 chaos: $(INSTALLED)
