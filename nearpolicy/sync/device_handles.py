@@ -16,8 +16,9 @@ What is told over a line between rank and generator (`Line`), n being the shipme
 Promises: a block is filled again only after all who read it have said so, or are given up and hung up on; each side
 says so after its device is done. A generator that hears that its rank is gone gives the version up, whatever it has
 read. All waits are bounded: a quarter of ``timeout_s``, once, for a generator that does not come or does not read on,
-``timeout_s`` for one that is there and lets its sequences end, and twice that for everything. Ranks go in step, so that
-a generator that keeps its own rank waiting keeps the others so long.
+a quarter more than ``timeout_s`` for one that is there and lets its sequences end (for ``timeout_s``, as it counts), and
+twice ``timeout_s`` for everything. Ranks go in step, so that a generator that keeps its own rank waiting keeps the
+others so long.
 
 What was run are CPUs (blocks of main memory, gloo between ranks). CUDA IPC and nccl have not run.
 """
@@ -198,7 +199,8 @@ class DeviceHandlesSender:
         with waiting("publication", f"{', '.join(sorted(awaited))} to come for their weights"):
             self._listen(self._timeout_s / 4, lambda: awaited <= {r.name for r in self._at_hand(awaited)})
         with waiting("publication", "generators to let their sequences end"):
-            self._listen(self._timeout_s, lambda: all(r.ready == r.here for r in self._at_hand(awaited)))
+            # a generator counts ``timeout_s`` from a little later on, and then ends its pass
+            self._listen(self._timeout_s * 1.25, lambda: all(r.ready == r.here for r in self._at_hand(awaited)))
         return [r for r in self._at_hand(mine) if r.ready == self._serial]
 
     def _at_hand(self, names: set[str]) -> list[_Reader]:
