@@ -120,16 +120,16 @@ class Line:
 
     def say(self, *message: Any, descriptors: Sequence[int] = ()) -> None:
         """`Gone` if nobody hears it."""
-        self.socket.settimeout(_TO_SAY_S)
         try:
+            self.socket.settimeout(_TO_SAY_S)
             socket.send_fds(self.socket, [pickle.dumps(message)], list(descriptors))
         except OSError as error:
             raise Gone(described(error)) from None
 
     def hear(self, wait_s: float) -> tuple[tuple[Any, ...], list[int]]:
         """A message, and descriptors that came with it. `TimeoutError`, or `Gone`."""
-        self.socket.settimeout(max(wait_s, 1e-3))
         try:
+            self.socket.settimeout(max(wait_s, 1e-3))
             message, descriptors, _, _ = socket.recv_fds(self.socket, _LONGEST, 1)
         except ConnectionResetError:
             message = b""  # it had not heard all that was said to it

@@ -400,6 +400,10 @@ def test_a_line_to_nobody_is_gone_and_so_is_one_that_hangs_up():
         other.hear(1)
     with pytest.raises(blocks.Gone):
         other.say("b")
+    with pytest.raises(blocks.Gone, match="Bad file descriptor"):  # as a load finds it that goes on once it is given up
+        line.say("read", 1, 0)
+    with pytest.raises(blocks.Gone, match="Bad file descriptor"):
+        line.hear(1)
     listener.close()
 
 
