@@ -2,7 +2,8 @@
 
     CPU     a file without a name in main memory; the handle is its descriptor, which goes over a Unix socket. It is
             gone with the last process that has it, however that ends, and takes nothing of /dev/shm
-    CUDA    an allocation; the handle is CUDA's own (cudaIpcMemHandle), made and opened by torch.multiprocessing
+    CUDA    an allocation; the handle is CUDA's own (cudaIpcMemHandle), made and opened by torch.multiprocessing, which
+            counts who has it in a file of 80 KB in /dev/shm; that of a process that is killed stays there
 
 What lies in a block is told over a `Line`. The CPU side is what is tested; the CUDA side has not run.
 """
@@ -47,7 +48,10 @@ class Block:
                 self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
             settle(device)
         else:
-            raise SyncError(f"memory of {device} cannot be opened by another process; leave sync.transport out")
+            raise SyncError(
+                f"memory of {device} cannot be opened by another process; set sync.transport to shared_memory or "
+                "broadcast"
+            )
 
     def handle(self) -> bytes:
         """For one process that opens it, once: torch counts who has opened an allocation of CUDA's, by handle."""
@@ -120,16 +124,16 @@ class Line:
 
     def say(self, *message: Any, descriptors: Sequence[int] = ()) -> None:
         """`Gone` if nobody hears it."""
-        self.socket.settimeout(_TO_SAY_S)
         try:
+            self.socket.settimeout(_TO_SAY_S)
             socket.send_fds(self.socket, [pickle.dumps(message)], list(descriptors))
         except OSError as error:
             raise Gone(described(error)) from None
 
     def hear(self, wait_s: float) -> tuple[tuple[Any, ...], list[int]]:
         """A message, and descriptors that came with it. `TimeoutError`, or `Gone`."""
-        self.socket.settimeout(max(wait_s, 1e-3))
         try:
+            self.socket.settimeout(max(wait_s, 1e-3))
             message, descriptors, _, _ = socket.recv_fds(self.socket, _LONGEST, 1)
         except ConnectionResetError:
             message = b""  # it had not heard all that was said to it

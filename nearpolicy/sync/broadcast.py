@@ -32,7 +32,7 @@ from nearpolicy.errors import SyncError, described
 from nearpolicy.models.weights import differing
 from nearpolicy.models.weights import digests as digests_of
 from nearpolicy.roles import Entry, Shard, Shipment, VersionRecord
-from nearpolicy.sync.collective import ALIGNMENT, Group, connected, pack, stretch, two_at_once
+from nearpolicy.sync.collective import ALIGNMENT, Group, connected, pack, store_of_ranks, stretch, two_at_once
 from nearpolicy.sync.plan import Copy, dtype_called, slices
 from nearpolicy.sync.shipping import Alone, OneAtATime, Peers, Route, digests_among, entries_of, known_digests
 from nearpolicy.waits import waiting
@@ -103,13 +103,7 @@ class BroadcastSender:
         self._number = self._issued = self._serial = 0
         self._buffers: list[Tensor] = []
         self._shards: Mapping[str, Shard] = {}
-        first = self._peers.rank == 0
-        served = (
-            dist.TCPStore(host, 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False) if first else None
-        )
-        port = self._peers.exchange("the port of the broadcast", served.port if served is not None else None)[0]
-        self._address = (host, port)
-        self._store = served if served is not None else connected(self._address, timeout_s)
+        self._store, self._address = store_of_ranks(self._peers, host, timeout_s)
 
     def send(self, record: VersionRecord, shards: Mapping[str, Shard], digests: Mapping[str, str]) -> Shipment:
         self._route.update(shards)

@@ -15,6 +15,7 @@ from torch import Tensor
 from nearpolicy.errors import SyncError, described
 from nearpolicy.roles import Entry, Shard
 from nearpolicy.sync.plan import Copy, dtype_called, slices
+from nearpolicy.sync.shipping import Peers
 
 ALIGNMENT = 64
 """Of every tensor that lies behind another one on the way, in bytes."""
@@ -90,6 +91,15 @@ def two_at_once(begun: Iterable[Callable[[], None]]) -> None:
             under_way.popleft()()
     for wait in under_way:
         wait()
+
+
+def store_of_ranks(peers: Peers, host: str, timeout_s: float) -> tuple[dist.Store, tuple[str, int]]:
+    """What all ranks have in common, and where it is. The first one serves it, under ``host``."""
+    served, limit = None, timedelta(seconds=timeout_s)
+    if peers.rank == 0:
+        served = dist.TCPStore(host, 0, None, True, limit, wait_for_workers=False)
+    port = peers.exchange("the port of the collective", served.port if served is not None else None)[0]
+    return (served if served is not None else connected((host, port), timeout_s)), (host, port)
 
 
 def connected(address: tuple[str, int], timeout_s: float) -> dist.Store:

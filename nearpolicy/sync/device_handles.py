@@ -16,8 +16,9 @@ What is told over a line between rank and generator (`Line`), n being the shipme
 Promises: a block is filled again only after all who read it have said so, or are given up and hung up on; each side
 says so after its device is done. A generator that hears that its rank is gone gives the version up, whatever it has
 read. All waits are bounded: a quarter of ``timeout_s``, once, for a generator that does not come or does not read on,
-``timeout_s`` for one that is there and lets its sequences end, and twice that for everything. Ranks go in step, so that
-a generator that keeps its own rank waiting keeps the others so long.
+``timeout_s`` and a quarter for one that is there and lets its sequences end (``timeout_s``, as it counts), and twice
+``timeout_s`` for everything. Ranks go in step, so that a generator that keeps its own rank waiting keeps the others so
+long.
 
 What was run are CPUs (blocks of main memory, gloo between ranks). CUDA IPC and nccl have not run.
 """
@@ -30,7 +31,6 @@ import selectors
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ from nearpolicy.models.device import identity, settle
 from nearpolicy.models.weights import Arriving, Stretch
 from nearpolicy.roles import Entry, Shard, Shipment, VersionRecord
 from nearpolicy.sync.blocks import Block, Gone, Line, Listener, line_to, opened
-from nearpolicy.sync.collective import ALIGNMENT, Group, connected, pack, stretch, two_at_once
+from nearpolicy.sync.collective import ALIGNMENT, Group, pack, store_of_ranks, stretch, two_at_once
 from nearpolicy.sync.plan import Copy, dtype_called
 from nearpolicy.sync.shipping import Alone, OneAtATime, Peers, Route, digests_among, entries_of, known_digests
 from nearpolicy.waits import waiting
@@ -120,18 +120,9 @@ class DeviceHandlesSender:
         self._shards: Mapping[str, Shard] | None = None
         self._serial = 0
         self._group: Group | None = None
-        self._store = self._shared_store(host)
+        self._store = store_of_ranks(self._peers, host, timeout_s)[0] if self._peers.size > 1 else None
         at = At(identity(self._device), self._listener.address)
         self._ranks = tuple(self._peers.exchange("where ranks hand weights over", at))
-
-    def _shared_store(self, host: str) -> dist.Store | None:
-        if self._peers.size == 1:
-            return None
-        served, limit = None, timedelta(seconds=self._timeout_s)
-        if self._peers.rank == 0:
-            served = dist.TCPStore(host, 0, None, True, limit, wait_for_workers=False)
-        port = self._peers.exchange("the port of the collective", served.port if served is not None else None)[0]
-        return served if served is not None else connected((host, port), self._timeout_s)
 
     def send(self, record: VersionRecord, shards: Mapping[str, Shard], digests: Mapping[str, str]) -> Shipment:
         self._route.update(shards)
@@ -198,7 +189,8 @@ class DeviceHandlesSender:
         with waiting("publication", f"{', '.join(sorted(awaited))} to come for their weights"):
             self._listen(self._timeout_s / 4, lambda: awaited <= {r.name for r in self._at_hand(awaited)})
         with waiting("publication", "generators to let their sequences end"):
-            self._listen(self._timeout_s, lambda: all(r.ready == r.here for r in self._at_hand(awaited)))
+            # a generator counts ``timeout_s`` from a little later on, and then ends its pass
+            self._listen(self._timeout_s * 1.25, lambda: all(r.ready == r.here for r in self._at_hand(awaited)))
         return [r for r in self._at_hand(mine) if r.ready == self._serial]
 
     def _at_hand(self, names: set[str]) -> list[_Reader]:

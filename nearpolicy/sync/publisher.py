@@ -242,13 +242,22 @@ class Publisher:
         await self._start(member, weights)
         mine = member.loading
         delivery = asyncio.create_task(self._delivered(weights, [member], [member]))
+        limit_s = self._timeout_s * 2 + _TO_STOP_S
         try:
-            await asyncio.wait([mine], timeout=self._timeout_s * 2 + _TO_STOP_S)
+            await asyncio.wait({mine, delivery}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            failed = _error_of(delivery)
+            if failed is None:
+                await asyncio.wait([mine], timeout=limit_s)
         finally:
             delivery.cancel()
             await asyncio.gather(delivery, return_exceptions=True)
-        if member.loading is mine:
+        if member.loading is not mine:
+            return
+        if failed is None or mine.done():
             self._compare(member, weights)
+        else:  # what it waits for does not come
+            await member.stop()
+            member.failed(failed)
 
     async def _again(self, weights: Weights) -> Weights | None:
         """The same version from the learner, if that is what it holds."""
@@ -280,7 +289,7 @@ class Publisher:
         delivery = asyncio.create_task(self._delivered(weights, awaited, members))
         try:
             await asyncio.wait({delivery, *loads}, timeout=self._timeout_s * 2 + _TO_STOP_S)
-            failed = delivery.exception() if delivery.done() and not delivery.cancelled() else None
+            failed = _error_of(delivery)
             nobody = all(member.loaded is None for member in awaited)
             if failed is not None and nobody and not self._will_return(awaited):
                 raise failed
@@ -354,6 +363,10 @@ class Publisher:
 
     def _told(self, phase: str, begin: float, weights: Weights, **numbers: float) -> None:
         self._emit(phase, seconds=time.monotonic() - begin, version=weights.record.version, **numbers)
+
+
+def _error_of(task: asyncio.Task[None]) -> BaseException | None:
+    return task.exception() if task.done() and not task.cancelled() else None
 
 
 def _key(weights: Weights) -> Key:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
-from nearpolicy.errors import ConfigError, RunFolderError, StandstillError
+from nearpolicy.errors import ConfigError, RunFolderError, StandstillError, SyncError
 from nearpolicy.launch.ray.calls import Answer
 from nearpolicy.launch.ray.learner import MOST_LOSSES, LearnerLost, LearnerRanks
 from nearpolicy.launch.ray.parcels import received
@@ -103,6 +103,23 @@ def test_who_asks_while_ranks_come_back_waits_and_finds_them_where_they_were():
 
     playing(scene, story)
     assert scene.brought_back == [2] and len(scene.said) == 1
+
+
+def test_a_version_is_not_handed_over_once_a_step_that_came_first_has_changed_the_weights():
+    scene, shipped = Scene(), SimpleNamespace(record=SimpleNamespace(version=1), shipment=None)
+
+    async def story() -> None:
+        learner = scene.learner
+        assert await learner.call(advance) == 1
+        await learner.deliver(shipped, ["generator 0"], ["generator 0"])
+        step = asyncio.create_task(learner.call(advance))
+        await asyncio.sleep(0)
+        with pytest.raises(SyncError, match="version 1 cannot be handed over any more, the learner has gone on to 2"):
+            await learner.deliver(shipped, ["generator 0"], ["generator 0"])
+        assert await step == 2
+
+    playing(scene, story)
+    assert scene.calls == ["state", "advance", "deliver", "advance"] and scene.said == []
 
 
 def test_a_rank_that_gives_no_answer_is_replaced_after_a_bound():

@@ -104,10 +104,9 @@ def test_a_generator_that_weights_cannot_reach_is_refused_by_name():
 
 
 def colocated(transport: str, learner: str, generators: str) -> tuple[SimpleNamespace, Whereabouts]:
-    """Places as node and number of a GPU, `-` for none."""
-    ranks, others = (
-        [place(p[0], None if p[1] == "-" else f"cuda GPU-{p[1]}") for p in of.split()] for of in (learner, generators)
-    )
+    """Places as node and number of a GPU, `-` for none, `x` for a device that is none of CUDA's."""
+    devices = {"-": None, "x": "xpu of a", **{number: f"cuda GPU-{number}" for number in "123"}}
+    ranks, others = ([place(p[0], devices[p[1]]) for p in of.split()] for of in (learner, generators))
     half = {"gpus_per_learner": 0.5, "gpus_per_generator": 0.5}
     config = SimpleNamespace(
         sync=SyncConfig(transport=transport),
@@ -126,6 +125,7 @@ def colocated(transport: str, learner: str, generators: str) -> tuple[SimpleName
         ("auto", "a1 a2", "a2 a1", "shared_memory"),
         ("auto", "a- a-", "a- a-", "shared_memory"),  # on CPUs it saves nothing
         ("auto", "a1 b1", "b1 a1", "broadcast"),
+        ("auto", "ax ax", "ax ax", "shared_memory"),  # no handles are made of its memory
         ("device_handles", "a- a-", "a- a-", "device_handles"),
         ("device_handles", "a- b-", "a- b-", "device_handles"),
         ("broadcast", "a1 a2", "a1 a2", "broadcast"),

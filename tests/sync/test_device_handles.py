@@ -233,12 +233,12 @@ def test_a_block_is_not_filled_again_before_all_have_read_it(monkeypatch):
     """Two generators of one rank; the first has read both blocks when the second still reads the first one."""
     sender, weights = sender_of(), weights_of(1, large_tensors(1))
     sent = ship(weights, sender)
-    read_by_first, read_by_second, early = threading.Event(), threading.Event(), []
+    read_by_first, unread = threading.Event(), []
     plain = sender._fill
 
     def fill(memory, begin, parts):
         if begin == 2 << 20:
-            early.append(not read_by_second.is_set())
+            unread.extend(sorted(reader.unread) for reader in sender._readers)
         plain(memory, begin, parts)
 
     def first() -> int:
@@ -256,9 +256,30 @@ def test_a_block_is_not_filled_again_before_all_have_read_it(monkeypatch):
         held = [(each.values.clone(), each.values) for each in next(rounds)]
         assert read_by_first.wait(60)
         assert all(torch.equal(then, now) for then, now in held)
-        read_by_second.set()
         assert len([*rounds]) == 2
-    assert got() == ["generator 0", "generator 2"] and other() == 2 and early == [False]
+    assert got() == ["generator 0", "generator 2"] and other() == 2
+    assert len(unread) == 2 and not any(0 in of_one for of_one in unread)
+    sender.close()
+
+
+def test_each_side_waits_for_its_device_before_it_says_that_a_block_is_filled_or_read(monkeypatch):
+    done: dict[int, list[str]] = {}
+    say = blocks.Line.say
+
+    def noted(what: str) -> None:
+        done.setdefault(threading.get_ident(), []).append(what)
+
+    def saying(line, what, *more, **options):
+        if what in ("filled", "read"):
+            noted(what)
+        say(line, what, *more, **options)
+
+    monkeypatch.setattr(blocks.Line, "say", saying)
+    monkeypatch.setattr(device_handles, "settle", lambda device: noted("waits"))
+    sender, receiver = sender_of(), DeviceHandlesReceiver("generator 0")
+    taken_by(receiver, ship(weights_of(1, large_tensors(1)), sender), sender)
+    assert sorted(done.values()) == [["waits", "filled"] * 3, ["waits", "read"] * 3]
+    receiver.close()
     sender.close()
 
 
@@ -400,6 +421,10 @@ def test_a_line_to_nobody_is_gone_and_so_is_one_that_hangs_up():
         other.hear(1)
     with pytest.raises(blocks.Gone):
         other.say("b")
+    with pytest.raises(blocks.Gone, match="Bad file descriptor"):  # as a load finds it that goes on once it is given up
+        line.say("read", 1, 0)
+    with pytest.raises(blocks.Gone, match="Bad file descriptor"):
+        line.hear(1)
     listener.close()
 
 

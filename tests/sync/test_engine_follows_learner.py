@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -187,6 +188,39 @@ def test_an_engine_whose_rank_is_lost_in_the_middle_samples_nothing_until_it_has
 
     asyncio.run(scenario())
     assert len(filled) > 3 + 5
+    receiver.close()
+    sender.close()
+
+
+def test_sequences_that_last_longer_than_they_are_waited_for_do_not_cost_the_engine_the_version(monkeypatch):
+    """The engine ends its last pass 0.1 s after the time that its rank counts."""
+    own, comes = learner(), threading.Event()
+    sender = DeviceHandlesSender(timeout_s=1.0)
+    receiver = DeviceHandlesReceiver("generator 0")
+    plain = sender._come
+
+    def come(*names):
+        comes.set()
+        return plain(*names)
+
+    monkeypatch.setattr(sender, "_come", come)
+
+    async def scenario() -> None:
+        runner = EngineRunner(make_engine(load_policy(model_folder(), known_to_fit=True), EXACT), sync_timeout_s=1.1)
+        await runner.load(own.weights(None))
+        endless = asyncio.create_task(sampled(runner, make_request(12, max_tokens=6000, id="0")))
+        while not (runner._engine.scheduler.has_started_work or endless.done()):
+            await asyncio.sleep(0)
+        plain_sgd_step(own, rate=3.0)
+        shipped = ship(own.weights(0), sender)
+        delivery = asyncio.create_task(asyncio.to_thread(sender.deliver, shipped.shipment, ["generator 0"]))
+        await asyncio.to_thread(comes.wait, 60)
+        assert await load_arrived(runner.load, shipped, receiver) == shipped.digests
+        assert await delivery == ["generator 0"] and not endless.done()
+        endless.cancel()
+        runner.close()
+
+    asyncio.run(scenario())
     receiver.close()
     sender.close()
 

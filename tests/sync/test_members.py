@@ -233,6 +233,26 @@ def test_a_version_that_is_not_to_be_had_any_more_comes_from_the_learner_unless_
     asyncio.run(scenario())
 
 
+def test_a_member_that_joins_does_not_wait_for_a_version_that_is_not_handed_over_any_more():
+    async def scenario():
+        async def deliver(weights, members, awaited):
+            if members == ["d"]:
+                raise SyncError("version 0 cannot be handed over any more")
+            return members
+
+        table = Table(timeout_s=300.0, transport="broadcast", deliver=deliver)
+        await table.publish(0)
+        new = Member()
+        new.hold.clear()
+        assert not await asyncio.wait_for(table.publisher.add("d", new), 30)
+        assert "version 0 cannot be handed over any more" in table.publisher.behind["d"] and new.loads == [0]
+        new.hold.set()
+        await table.publish(1)
+        assert table.publisher.may_sample("d") and new.loads == [0, 1]
+
+    asyncio.run(scenario())
+
+
 def test_a_member_that_joins_during_a_publication_gets_its_version_afterwards():
     async def scenario():
         table = Table()

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from nearpolicy.errors import ConfigError, NearpolicyError, RunFolderError, StandstillError, described
+from nearpolicy.errors import ConfigError, NearpolicyError, RunFolderError, StandstillError, SyncError, described
 from nearpolicy.launch.ray.calls import Answer
 from nearpolicy.launch.ray.parcels import sent
 from nearpolicy.launch.ray.used import rows_told
@@ -126,7 +126,16 @@ class LearnerRanks:
         return await self._ask("call", lambda: (function, sent(arguments)))
 
     async def deliver(self, weights: Weights, members: Sequence[str], awaited: Sequence[str]) -> Sequence[str]:
-        return await self._ask("deliver", lambda: (weights.shipment, tuple(members), tuple(awaited)))
+        """`SyncError` where a step has had its turn since the version was made: its tensors are the learner's own."""
+        version = weights.record.version
+
+        def of_now() -> tuple[Any, ...]:
+            if self._state["version"] != version:
+                gone_on = f"the learner has gone on to {self._state['version']}"
+                raise SyncError(f"version {version} cannot be handed over any more, {gone_on}")
+            return weights.shipment, tuple(members), tuple(awaited)
+
+        return await self._ask("deliver", of_now)
 
     async def memory(self) -> dict[str, float]:
         from nearpolicy.launch import build

@@ -50,7 +50,7 @@ def chosen(config: RunConfig, there: Whereabouts) -> str:
             one_process=False,
             one_host=one_host,
             one_device=config.runtime.placement == "colocated" and all(map(_share, pairs.values())),
-            on_gpus=all(place.device is not None for place in there.everybody),
+            on_gpus=all(place.device is not None and place.device.startswith("cuda") for place in there.everybody),
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
