@@ -41,7 +41,7 @@ class Law:
     fixed_s: float = 0.004
     each_s: float = 0.00004
     slots: int = 64
-    tick_s: float = 0.02
+    tick_s: float = 0.05
     """How exactly time is kept."""
     seed: int = 0
 

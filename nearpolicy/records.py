@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -455,9 +455,9 @@ class Position:
     """Expired, and their prompts not asked again since; oldest first."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """One entry of the run's time line; report, watchdog, dashboard and trace export read nothing else."""
+class Event(NamedTuple):
+    """One entry of the run's time line; report, watchdog, dashboard and trace export read nothing else. The one record
+    that is a tuple: there are several for every rollout."""
 
     time: float
     """Seconds of the monotonic clock since the run's anchor."""
@@ -470,4 +470,4 @@ class Event:
     version: int | None = None
     seconds: float | None = None
     """Duration, for kinds that span time; ``time`` is then the start."""
-    numbers: Mapping[str, Any] = field(default_factory=lambda: _EMPTY)
+    numbers: Mapping[str, Any] = _EMPTY

@@ -6,9 +6,8 @@ verb and what it is about. Groups that the store holds already are not said a se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from operator import attrgetter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from nearpolicy.errors import NearpolicyError
@@ -27,11 +26,6 @@ class Call(NamedTuple):
 
 
 Said = Admission | Group | Event | Call
-
-
-EVENT = tuple(field.name for field in fields(Event))
-"""Columns of the table of events; the last one is the numbers."""
-event_row: Callable[[Event], tuple[Any, ...]] = attrgetter(*EVENT)
 
 
 class PackedPrompt(NamedTuple):

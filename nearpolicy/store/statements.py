@@ -31,7 +31,7 @@ from nearpolicy.records import (
     Verdict,
     VersionRecord,
 )
-from nearpolicy.store.calls import EVENT, Key, Left, Said, Step, event_row, key_of, prompt_data, step_of
+from nearpolicy.store.calls import Key, Left, Said, Step, key_of, prompt_data, step_of
 from nearpolicy.store.payload import Trained, encode_arrays, encode_group, encode_json, encode_rows, encode_text
 from nearpolicy.store.recycled import Resolved
 from nearpolicy.store.retention import Moved
@@ -67,7 +67,7 @@ class Statements:
                 write()
                 getattr(self, call.verb)(*call.arguments)
         write()
-        self.happened(list(map(event_row, events)))
+        self.happened(events)
 
     # Verbs of calls, in one transaction.
 
@@ -186,7 +186,7 @@ class Statements:
         self._run("INSERT OR REPLACE INTO run VALUES (?, ?)", key, data)
 
     def happened(self, events: Sequence[tuple[Any, ...]]) -> None:
-        """Fields of events, in the order of `EVENT`."""
+        """Events, or what is left of them on a way between processes."""
         self._insert(_EVENTS, [(*values, encode_json(numbers)) for *values, numbers in events])
 
     def moved(self, rows: Sequence[Moved]) -> None:
@@ -314,7 +314,7 @@ class Statements:
         return self._db.execute(sql, [v.item() if isinstance(v, np.generic) else v for v in values])
 
 
-_EVENTS = f"events ({', '.join(EVENT)})"
+_EVENTS = f"events ({', '.join(Event._fields)})"
 _TOGETHER = (64, 16, 4, 1)
 """Rows in one statement: few lengths, so that SQLite has all of them prepared."""
 

@@ -14,14 +14,14 @@ from typing import Any
 
 from nearpolicy.messages import Message, Reduce, from_runs, pack, runs
 from nearpolicy.records import Admission, Baseline, Event, Group, Prompt, Rollout, Verdict
-from nearpolicy.store.calls import Call, PackedPrompt, Said, event_row, prompt_data, step_of
+from nearpolicy.store.calls import Call, PackedPrompt, Said, prompt_data, step_of
 from nearpolicy.store.payload import Trained
 
 
 def pack_calls(calls: Sequence[Said]) -> Message:
     """Of a list of `Said`. All events are one call: nothing in a commit depends on them, and there are many."""
     others: list[Said] = [call for call in calls if type(call) is not Event]
-    if events := [event_row(call) for call in calls if type(call) is Event]:
+    if events := [tuple(call) for call in calls if type(call) is Event]:
         others.append(Call("happened", (events,)))
     return pack(others, _REDUCE)
 

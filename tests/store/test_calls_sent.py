@@ -13,7 +13,7 @@ from synthetic_run import admission, batch, group, segment, trained
 
 from nearpolicy.messages import unpack
 from nearpolicy.records import Event, Prompt, Rollout, Verdict, VersionRecord
-from nearpolicy.store.calls import EVENT, Call, Said, prompt_data
+from nearpolicy.store.calls import Call, Said, prompt_data
 from nearpolicy.store.folder import RunFolder
 from nearpolicy.store.record import RunRecord
 from nearpolicy.store.tokens import TokenCounts
@@ -67,7 +67,7 @@ def test_events_arrive_together_behind_what_else_was_said():
     [asked, told] = arrived([first, admission(7), second])
     assert asked.index == 7
     assert told.verb == "happened"
-    assert [Event(**dict(zip(EVENT, values, strict=True))) for values in told.arguments[0]] == [first, second]
+    assert [Event(*values) for values in told.arguments[0]] == [first, second]
 
 
 def test_read_only_mappings_arrive():
