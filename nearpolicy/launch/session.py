@@ -39,6 +39,7 @@ from nearpolicy.machine import helpers_peak_memory_mb, peak_memory_mb
 from nearpolicy.pipeline import Next
 from nearpolicy.records import Fate, Group, Position, Row, StepReport
 from nearpolicy.store.folder import RunFolder, create_run_folder, remove_run
+from nearpolicy.store.metric_lines import is_of_evaluation
 from nearpolicy.store.position import position_of
 from nearpolicy.store.reader import RunReader
 from nearpolicy.store.recycled import can_go_on
@@ -274,8 +275,9 @@ class Session:
             self.position, self._taken_up_at = await self.recovery.take_up(self.position)
             last = self._remember(self.position.steps)
             (self.folder.path / PAUSED).unlink(missing_ok=True)  # who takes the run up wants it to go on
-            if self.position.steps < self.config.run.steps:  # the last evaluation asks for nothing
-                due = [alarm for alarm in last if alarm.action == "rollback"]  # a kill came before it
+            due = [alarm for alarm in last if alarm.action == "rollback"]  # a kill came before it
+            if self.position.steps >= self.config.run.steps:  # the last evaluation asks for nothing, the last step does
+                due = [alarm for alarm in due if not is_of_evaluation(alarm.metric)]
         self.memory = await self.runtime.memory()
         self.begun = True
         setup_s = time.monotonic() - self._started

@@ -174,6 +174,32 @@ def test_a_process_that_dies_in_the_middle_of_a_rollback_leaves_one_that_is_deci
     require_whole("run", 6, bound=0)
 
 
+@pytest.mark.parametrize("step", [3, 5])
+def test_a_rollback_that_a_kill_came_before_is_made_up_for_also_of_the_last_step(spike, monkeypatch, step):
+    from nearpolicy.launch.recovery import Recovery
+
+    settings = ("queue.max_staleness=0", SPIKE % "")
+    spike(step)
+    train(*settings, folder="whole")
+    spike(step)
+
+    async def dies(self, *arguments):
+        self.store.flush()
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Recovery, "roll_back", dies)
+        with pytest.raises(RuntimeError, match="killed"):
+            train(*settings)
+    with RunReader(Path("run")) as run:
+        assert len(run.steps()) == step + 1 and not run.branches()
+    go_on()
+    with RunReader(Path("run")) as run:
+        assert len(run.branches()) == 1
+    assert versions("run") == versions("whole")
+    require_whole("run", 6, bound=0)
+
+
 def test_checkpoints_of_steps_that_do_not_count_are_set_aside(spike):
     spike(3)
     said = train("queue.max_staleness=0", "checkpoint.every=1", "checkpoint.keep_last=6", SPIKE % ", back: 2")
