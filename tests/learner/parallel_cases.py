@@ -233,6 +233,7 @@ class Memory:
 
 def memory_while_loading(ranks: Ranks, folder: str, whole: bool) -> Memory:
     reads, censuses = [0], [0]
+    gc.collect()  # what earlier cases have left must not go away meanwhile
     plain, before = WeightFiles._read, _all_tensors()
 
     def reading(files: WeightFiles, *what: Any) -> torch.Tensor:
