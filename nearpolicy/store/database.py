@@ -60,14 +60,9 @@ class Database:
             lock.close()
             raise RunFolderError(f"{folder.path} already holds a run. Choose another run.dir")
         try:
-            connection = connect(folder.store, sync)
             facts = {"config": config, "packages": packages or {}, "wall_anchor": time.time()}
-            # One transaction: a reader finds either no store or a whole one.
-            connection.executescript(
-                f"BEGIN; {SCHEMA} PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {SCHEMA_VERSION};"
-            )
-            connection.executemany("INSERT INTO run VALUES (?, ?)", [(k, encode_json(v)) for k, v in facts.items()])
-            connection.execute("COMMIT")
+            _make(folder.store, facts)
+            connection = connect(folder.store, sync)
         except (sqlite3.Error, OSError) as error:
             for file in folder.path.glob("store.*"):  # ours alone: the lock is
                 with contextlib.suppress(OSError):
@@ -184,6 +179,20 @@ def _identity(file: str) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_dev, found.st_ino
+
+
+def _make(path: Path, facts: Mapping[str, Any]) -> None:
+    """A whole one with these facts or, if the process dies meanwhile, none: what is left then is no run."""
+    draft = path.with_suffix(".draft")
+    for left in path.parent.glob(f"{draft.name}*"):  # its journal too
+        left.unlink()
+    with contextlib.closing(sqlite3.connect(draft, isolation_level=None)) as connection:
+        connection.executescript(
+            f"BEGIN; {SCHEMA} PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {SCHEMA_VERSION};"
+        )
+        connection.executemany("INSERT INTO run VALUES (?, ?)", [(k, encode_json(v)) for k, v in facts.items()])
+        connection.execute("COMMIT")
+    draft.replace(path)
 
 
 def connect(path: Path, sync: str) -> sqlite3.Connection:

@@ -358,3 +358,20 @@ def test_tokens_that_only_look_like_those_that_were_kept_do_not_take_their_place
         other = np.array(getattr(part, name))
         other[0] += 1
         assert not goes_on(before, replace(now, segments=(replace(part, **{name: other}),)))
+
+
+def test_a_process_that_dies_while_it_makes_a_store_leaves_none_and_no_harm(tmp_path):
+    script = (
+        "import os, sys\nfrom pathlib import Path\n"
+        "from nearpolicy.store.folder import create_run_folder\nfrom nearpolicy.store.writer import SqliteStore\n"
+        "Path.replace = lambda *_: os._exit(9)\n"
+        "SqliteStore.create(create_run_folder('', directory=sys.argv[1]), config={})\n"
+    )
+    folder = tmp_path / "run"
+    assert subprocess.run([sys.executable, "-c", script, folder]).returncode == 9
+    assert (folder / "store.draft").exists() and not RunFolder(folder).store.exists()
+    (folder / "store.draft-journal").write_bytes(b"of a transaction that never ended")
+    SqliteStore.create(create_run_folder("", directory=folder), config=CONFIG).close()
+    assert not list(folder.glob("store.draft*"))
+    with RunReader(folder) as run:
+        assert run.config == CONFIG

@@ -2,7 +2,8 @@
 
 A run that could not be had is tried again on another worker, twice. If it stays, a program that is known to be good
 runs in the same place: if that one ends as it must, the run was lost because of what it did; if not, nothing is known
-about it, and it is a failure of the sandbox.
+about it, and it is a failure of the sandbox. A run that got no processor time is compared with one that wants as much:
+under load a short one gets what it needs, and a program can see to it itself that it waits.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ RUNS_OF_A_WORKER = 10_000
 """Then it is replaced."""
 CONTROL = Run(kind="program", program=b"print(int(input()) ** 2)", stdin=b"7\n")
 CONTROL_ANSWER = b"49\n"
+BUSY = b"while True: pass"
+"""A control that takes all the processor time that its limits allow."""
 
 
 class Workers:
@@ -45,7 +48,16 @@ class Workers:
                 if ended.failure is None:
                     return ended
                 ended = await self._attempt(run, on_frame)
-            return await self._blamed(ended) if ended.failure is not None else ended
+            if ended.failure is None:
+                return ended
+            return await (self._starved(run, ended) if ended.starved else self._blamed(ended))
+
+    async def _starved(self, run: Run, ended: Ended) -> Ended:
+        control = await self._attempt(Run(kind="program", program=BUSY, limits=run.limits), None)
+        if control.failure is None:
+            stopped = f"{ATTEMPTS} times without processor time where another program got it"
+            return replace(ended, failure=None, starved=False, stopped=stopped)
+        return ended
 
     async def _blamed(self, ended: Ended) -> Ended:
         control = await self._attempt(CONTROL, None)

@@ -63,6 +63,8 @@ class Ended:
     """Which limit we ended it for: cpu, wall, output."""
     failure: str | None = None
     """Why it could not be run, or was lost, or was starved; nothing that a program can cause."""
+    starved: bool = False
+    """The failure is that it waited for a processor instead of computing."""
     cpu_s: float = 0.0
     wall_s: float = 0.0
     memory_mib: float = 0.0

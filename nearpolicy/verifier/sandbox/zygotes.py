@@ -370,7 +370,8 @@ class Running:
 
     def outcome(self, message: dict[str, Any]) -> Ended:
         failure = message.get("failure")
-        if failure is None and self.stopped == "wall" and self._starved:
+        starved = failure is None and self.stopped == "wall" and self._starved
+        if starved:
             failure = "the run got next to no processor time before its wall limit"
         if failure is None and self.stopped is None and message.get("felled"):
             failure = "the run was killed from outside, perhaps because the machine had no memory left"
@@ -381,6 +382,7 @@ class Running:
             frame=self._last if self._on_frame is not None else self.results.first,
             stopped=self.stopped or message.get("killed"),
             failure=failure,
+            starved=starved,
             cpu_s=message.get("cpu_s", 0.0),
             wall_s=self._wall_s,
             memory_mib=message.get("max_rss_mib", 0.0),

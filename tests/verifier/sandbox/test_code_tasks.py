@@ -270,6 +270,39 @@ def test_a_program_that_alone_cannot_be_run_is_to_blame():
     assert attempts == pool.ATTEMPTS
 
 
+class Starves(Workers):
+    """A sandbox in which programs that hold `word` wait for a processor until their time is over; under load all do
+    that want to compute for long."""
+
+    def __init__(self, under_load: bool) -> None:
+        super().__init__("namespaces", 1)
+        self._hungry = [b"unlucky", *([pool.BUSY] if under_load else [])]
+        self.limits: list[Limits] = []
+        """Of the controls that want as much."""
+
+    async def _attempt(self, run, on_frame):
+        if run.program == pool.BUSY:
+            self.limits.append(run.limits)
+        if any(word in run.program for word in self._hungry):
+            return Ended(failure="the run got next to no processor time before its wall limit", starved=True)
+        return await super()._attempt(run, on_frame)
+
+
+@pytest.mark.parametrize(("under_load", "verdict"), [(True, "sandbox_failure"), (False, "runtime_error")])
+def test_a_program_without_processor_time_is_to_blame_only_if_one_that_wants_as_much_gets_it(under_load, verdict):
+    async def run():
+        sandbox = Starves(under_load)
+        try:
+            program = "unlucky = 1\ndef add(a, b): return a + b"
+            return await grade(sandbox, program, task_of(ADD, entry="add"), Limits(cpu_s=1)), sandbox.limits
+        finally:
+            await sandbox.close()
+
+    found, limits = asyncio.run(run())
+    assert found.verdict == verdict
+    assert {limit.cpu_s for limit in limits} == {1}
+
+
 def test_a_worker_that_dies_under_a_run_is_replaced_and_the_run_tried_again(monkeypatch):
     async def run():
         sandbox = Workers("namespaces", 1)
