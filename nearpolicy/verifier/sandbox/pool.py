@@ -2,8 +2,8 @@
 
 A run that could not be had is tried again on another worker, twice. If it stays, a program that is known to be good
 runs in the same place: if that one ends as it must, the run was lost because of what it did; if not, nothing is known
-about it, and it is a failure of the sandbox. A run that got no processor time is compared with one that wants as much:
-under load a short one gets what it needs, and a program can see to it itself that it waits.
+about it, and it is a failure of the sandbox. A run that got no processor time is compared with one that wants as much
+beside it: under load a short one gets what it needs, and a program can see to it itself that it waits.
 """
 
 from __future__ import annotations
@@ -50,12 +50,14 @@ class Workers:
                 ended = await self._attempt(run, on_frame)
             if ended.failure is None:
                 return ended
-            return await (self._starved(run, ended) if ended.starved else self._blamed(ended))
+            return await (self._compared(run, on_frame) if ended.starved else self._blamed(ended))
 
-    async def _starved(self, run: Run, ended: Ended) -> Ended:
-        control = await self._attempt(Run(kind="program", program=BUSY, limits=run.limits), None)
-        if control.failure is None:
-            stopped = f"{ATTEMPTS} times without processor time where another program got it"
+    async def _compared(self, run: Run, on_frame: OnFrame | None) -> Ended:
+        """Once more, with the control at the same time: the load may be another one a moment later."""
+        control = Run(kind="program", program=BUSY, limits=run.limits)
+        ended, other = await asyncio.gather(self._attempt(run, on_frame), self._attempt(control, None))
+        if ended.starved and other.failure is None:
+            stopped = f"{ATTEMPTS} times without processor time, which another program got"
             return replace(ended, failure=None, starved=False, stopped=stopped)
         return ended
 
