@@ -59,7 +59,7 @@ class Workers:
         if ended.starved and other.failure is None:
             stopped = f"{ATTEMPTS} times without processor time, which another program got"
             return replace(ended, failure=None, starved=False, stopped=stopped)
-        return ended
+        return ended if ended.failure is None or ended.starved else await self._blamed(ended)
 
     async def _blamed(self, ended: Ended) -> Ended:
         control = await self._attempt(CONTROL, None)

@@ -274,8 +274,9 @@ class Starves(Workers):
     """A sandbox in which programs that hold `word` wait for a processor until their time is over; under load all do
     that want to compute for long."""
 
-    def __init__(self, under_load: bool) -> None:
+    def __init__(self, under_load: bool, breaks_at: int = 0) -> None:
         super().__init__("namespaces", 1)
+        self._breaks_at, self._attempts = breaks_at, 0
         self._hungry = [b"unlucky", *([pool.BUSY] if under_load else [])]
         self.limits: list[Limits] = []
         """Of the controls that want as much."""
@@ -283,15 +284,27 @@ class Starves(Workers):
     async def _attempt(self, run, on_frame):
         if run.program == pool.BUSY:
             self.limits.append(run.limits)
+        self._attempts += b"unlucky" in run.program
+        if self._attempts == self._breaks_at and b"unlucky" in run.program:
+            return Ended(failure="a worker of the sandbox ended under a run")
         if any(word in run.program for word in self._hungry):
             return Ended(failure="the run got next to no processor time before its wall limit", starved=True)
         return await super()._attempt(run, on_frame)
 
 
-@pytest.mark.parametrize(("under_load", "verdict"), [(True, "sandbox_failure"), (False, "runtime_error")])
-def test_a_program_without_processor_time_is_to_blame_only_if_one_that_wants_as_much_gets_it(under_load, verdict):
+@pytest.mark.parametrize(
+    ("under_load", "breaks_at", "verdict"),
+    [
+        (True, 0, "sandbox_failure"),
+        (False, 0, "runtime_error"),
+        (True, 4, "runtime_error"),  # it waits, and then breaks its worker
+    ],
+)
+def test_a_program_without_processor_time_is_to_blame_only_if_one_that_wants_as_much_gets_it(
+    under_load, breaks_at, verdict
+):
     async def run():
-        sandbox = Starves(under_load)
+        sandbox = Starves(under_load, breaks_at)
         try:
             program = "unlucky = 1\ndef add(a, b): return a + b"
             return await grade(sandbox, program, task_of(ADD, entry="add"), Limits(cpu_s=1)), sandbox.limits
