@@ -6,7 +6,9 @@ SmolLM2-135M, float32 (bfloat16 for the changes). Results are compared first: wh
 sent. Pairs alternate, a ratio is the time of the plain operation over ours: 0.7 is 70 % of its speed.
 
 - shared_memory_send, shared_memory_receive: into and out of the segment, against a copy of one block of the same size
-  between two ordinary buffers that are faulted in, by as many threads. The receiver is another process.
+  between two ordinary buffers that are faulted in, by as many threads. The receiver is another process. Both sides
+  copy 4 MB at a time. plain_copy_in_pieces: what that makes of a plain copy, against one call per core, which writes
+  past the caches where it is long enough, and which no copy of many tensors can be.
 - broadcast: a delivery to two receivers in other processes, from its begin until both have said that they have all
   bytes (the learner's part); against one gloo broadcast of one block of the same size in the same processes, and a
   barrier. seconds_until_checked: until both have compared all digests with those that were sent.
@@ -52,8 +54,9 @@ from nearpolicy.roles import Weights  # noqa: E402
 from nearpolicy.sync import delta  # noqa: E402
 from nearpolicy.sync.broadcast import BroadcastReceiver, BroadcastSender  # noqa: E402
 from nearpolicy.sync.collective import Group  # noqa: E402
+from nearpolicy.sync.copying import blocks_of, copy_blocks  # noqa: E402
 from nearpolicy.sync.device_handles import DeviceHandlesReceiver, DeviceHandlesSender  # noqa: E402
-from nearpolicy.sync.shared_memory import SharedMemoryReceiver, SharedMemorySender, _blocks, in_threads  # noqa: E402
+from nearpolicy.sync.shared_memory import SharedMemoryReceiver, SharedMemorySender  # noqa: E402
 from nearpolicy.sync.shipping import arrived, load_arrived, ship  # noqa: E402
 
 Tensors = dict[str, torch.Tensor]
@@ -76,7 +79,7 @@ def faulted_in(tensors: Tensors) -> Tensors:
 
 
 def copied(targets: Tensors, sources: Tensors, threads: int) -> None:
-    in_threads(threads, [block for name in sources for block in _blocks(targets[name], sources[name])])
+    copy_blocks([block for name in sources for block in blocks_of(targets[name], sources[name])], threads)
 
 
 class PlainCopy:
@@ -86,7 +89,12 @@ class PlainCopy:
         self._source, self._target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
 
     def __call__(self) -> None:
-        in_threads(num_cores(), _blocks(self._target, self._source))
+        copy_blocks(blocks_of(self._target, self._source), num_cores())
+
+    def in_one_piece_each(self) -> None:
+        """The same, one call per core."""
+        size, there, here = -(-self._source.numel() // num_cores()), self._target.numpy(), self._source.numpy()
+        copy_blocks([(there[at : at + size], here[at : at + size]) for at in range(0, there.size, size)], num_cores())
 
 
 def shared_memory(tensors: Tensors, parts: dict[str, str], pairs: int, far: Any) -> dict[str, Any]:
@@ -98,9 +106,10 @@ def shared_memory(tensors: Tensors, parts: dict[str, str], pairs: int, far: Any)
             raise SystemExit("what arrived through shared memory is not what was sent")
         sending = paired(lambda: ship(weights, sender), plain, pairs)
         receiving = far.apply(far_copies, (ship(weights, sender), pairs))
+        pieces = paired(plain, plain.in_one_piece_each, pairs)
     finally:
         sender.close()
-    return {"shared_memory_send": sending, "shared_memory_receive": receiving}
+    return {"shared_memory_send": sending, "shared_memory_receive": receiving, "plain_copy_in_pieces": pieces}
 
 
 def device_handles(folder: Path, tensors: Tensors, parts: dict[str, str], pairs: int, far: Any) -> dict[str, Any]:
@@ -176,7 +185,7 @@ def far_fills(shipped: Weights, digested: bool = True) -> dict[str, str]:
         for stretches in here.tensors.rounds():
             for each in stretches:
                 target = held[each.name].view(-1)[each.begin : each.begin + each.values.numel()]
-                in_threads(1, [(target, each.values)])
+                copy_blocks(blocks_of(target, each.values), 1)
     return digests(held) if digested else {}
 
 

@@ -34,11 +34,12 @@ from nearpolicy.models.weights import digests as digests_of
 from nearpolicy.roles import Entry, Shard, Shipment, VersionRecord
 from nearpolicy.sync.collective import ALIGNMENT, Group, connected, pack, store_of_ranks, stretch, two_at_once
 from nearpolicy.sync.plan import Copy, dtype_called, slices
-from nearpolicy.sync.shipping import Alone, OneAtATime, Peers, Route, digests_among, entries_of, known_digests
+from nearpolicy.sync.shipping import Alone, OneAtATime, Peers, Route, digests_among, known_digests
 from nearpolicy.waits import waiting
 
-_LARGE = 1 << 20
-"""Bytes of a piece from which it is sent from where it lies."""
+_LARGE = 16 << 20
+"""Bytes of a piece from which it is sent from where it lies: below them a broadcast of its own costs more than a copy
+into a bucket."""
 _LOOK_S = 0.002
 """Between two looks at who is here."""
 
@@ -97,7 +98,7 @@ class BroadcastSender:
         self._peers = peers or Alone()
         self._bucket = int(bucket_mb * 2**20) // ALIGNMENT * ALIGNMENT
         self._device = device or torch.device("cpu")
-        self._route = Route(self._peers, wire)
+        self._route = Route(self._peers, wire, ALIGNMENT)
         self._group: Group | None = None
         self._names: tuple[str, ...] = ()
         self._number = self._issued = self._serial = 0
@@ -108,7 +109,7 @@ class BroadcastSender:
     def send(self, record: VersionRecord, shards: Mapping[str, Shard], digests: Mapping[str, str]) -> Shipment:
         self._route.update(shards)
         self._shards = shards
-        entries = entries_of(self._route.layout, ALIGNMENT)
+        entries = self._route.entries
         self._copies, self._runs = runs_of(self._route.copies, entries, self._bucket)
         self._entries = {entry.name: entry for entry in entries}
         known = known_digests(self._peers, digests, shards, self._wire)

@@ -44,7 +44,7 @@ from nearpolicy.roles import Entry, Shard, Shipment, VersionRecord
 from nearpolicy.sync.blocks import Block, Gone, Line, Listener, line_to, opened
 from nearpolicy.sync.collective import ALIGNMENT, Group, pack, store_of_ranks, stretch, two_at_once
 from nearpolicy.sync.plan import Copy, dtype_called
-from nearpolicy.sync.shipping import Alone, OneAtATime, Peers, Route, digests_among, entries_of, known_digests
+from nearpolicy.sync.shipping import Alone, OneAtATime, Peers, Route, digests_among, known_digests
 from nearpolicy.waits import waiting
 
 NAME = "device_handles"
@@ -113,7 +113,7 @@ class DeviceHandlesSender:
         self._peers = peers or Alone()
         self._device = device or torch.device("cpu")
         self._most = int(bucket_mb * 2**20) // ALIGNMENT * ALIGNMENT
-        self._route = Route(self._peers, wire)
+        self._route = Route(self._peers, wire, ALIGNMENT)
         self._listener = Listener()
         self._readers: list[_Reader] = []
         self._blocks: list[Block] = []
@@ -126,7 +126,7 @@ class DeviceHandlesSender:
 
     def send(self, record: VersionRecord, shards: Mapping[str, Shard], digests: Mapping[str, str]) -> Shipment:
         self._route.update(shards)
-        entries = entries_of(self._route.layout, ALIGNMENT)
+        entries = self._route.entries
         self._entries = {entry.name: entry for entry in entries}
         self._total = max((entry.offset + entry.nbytes for entry in entries), default=0)
         bucket = min(self._most, max(ALIGNMENT, -(-self._total // ALIGNMENT) * ALIGNMENT))

@@ -41,7 +41,7 @@ from nearpolicy.models.weights import digests as digests_of
 from nearpolicy.roles import Shard, Shipment, VersionRecord
 from nearpolicy.sync import delta
 from nearpolicy.sync.plan import Box, dtype_called, slices
-from nearpolicy.sync.shipping import Alone, OneAtATime, Peers, Route, digests_among, entries_of, known_digests
+from nearpolicy.sync.shipping import Alone, OneAtATime, Peers, Route, digests_among, known_digests
 from nearpolicy.waits import waiting
 
 _MANIFEST = "manifest.json"
@@ -161,7 +161,7 @@ class FileSender:
         mine = {"file": file, "checksum": xxhash.xxh3_128_hexdigest(data), "pieces": places, "boxes": boxes}
         self._folder.write(f"{self._number:08d}/{file}", data)
         files = self._peers.exchange("written files", mine)
-        entries = entries_of(self._route.layout)
+        entries = self._route.entries
         if self._peers.rank == 0:
             manifest = {
                 "format": _FORMAT,

@@ -24,10 +24,8 @@ import tempfile
 import uuid
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,20 +33,23 @@ from nearpolicy.errors import SyncError
 from nearpolicy.machine import num_cores
 from nearpolicy.models.weights import digests as digests_of
 from nearpolicy.roles import Entry, Shard, Shipment, VersionRecord
-from nearpolicy.sync.plan import dtype_called, slices
-from nearpolicy.sync.shipping import Alone, OneAtATime, Peers, Route, entries_of, known_digests
+from nearpolicy.sync.copying import blocks_of, copy_blocks
+from nearpolicy.sync.plan import Copy, dtype_called, slices
+from nearpolicy.sync.shipping import Alone, OneAtATime, Peers, Route, known_digests
 
 _HEADER = struct.Struct("<8sqqq")
 _MAGIC = b"npweight"
 _HEADER_BYTES = 4096
-_BLOCK = 4 << 20
-"""Bytes that one core copies before it takes the next piece of work."""
 
 
 def default_folder() -> Path:
     """Where files are memory."""
     shm = Path("/dev/shm")
     return shm if shm.is_dir() else Path(tempfile.gettempdir())
+
+
+_Target = tuple[str, tuple[slice, ...], Tensor]
+"""A name, which part of that shard goes there, and where that is."""
 
 
 class _Segment:
@@ -62,6 +63,10 @@ class _Segment:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of memory that may only be read
             self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._entries: Sequence[Entry] = ()
+        self._tensors: Mapping[str, Tensor] = {}
+        self._copies: Sequence[Copy] | None = None
+        self._targets: Sequence[_Target] = ()
 
     @classmethod
     def create(cls, path: Path, size: int) -> _Segment:
@@ -90,7 +95,22 @@ class _Segment:
             os.close(fd)
             raise
 
-    def tensor(self, entry: Entry) -> Tensor:
+    def tensors(self, entries: Sequence[Entry]) -> Mapping[str, Tensor]:
+        """By name; made once, since what is to be where hardly ever changes."""
+        if self._entries != entries:
+            self._tensors, self._entries = {entry.name: self._tensor(entry) for entry in entries}, entries
+        return self._tensors
+
+    def targets_of(self, route: Route, rank: int) -> Sequence[_Target]:
+        """What this rank of a learner writes; made once for a plan."""
+        if self._copies is not route.copies:
+            tensors = self.tensors(route.entries)
+            mine = [copy for copy in route.copies if copy.holder == rank]
+            self._targets = [(c.name, slices(c.source), tensors[c.name][slices(c.destination)]) for c in mine]
+            self._copies = route.copies
+        return self._targets
+
+    def _tensor(self, entry: Entry) -> Tensor:
         begin = _HEADER_BYTES + entry.offset
         return self._bytes[begin : begin + entry.nbytes].view(dtype_called(entry.dtype)).view(entry.shape)
 
@@ -147,13 +167,12 @@ class SharedMemorySender:
 
     def send(self, record: VersionRecord, shards: Mapping[str, Shard], digests: Mapping[str, str]) -> Shipment:
         self._route.update(shards)
-        entries = entries_of(self._route.layout)
+        entries = self._route.entries
         size = _HEADER_BYTES + (entries[-1].offset + entries[-1].nbytes if entries else 0)
         segment = self._taken(record, size)
-        by_name = {entry.name: segment.tensor(entry) for entry in entries}
-        self._write(shards, by_name)
+        self._write(segment, shards)
         self._peers.exchange("all pieces are written", None)
-        digests = known_digests(self._peers, digests, shards, self._wire) or self._digested(by_name)
+        digests = known_digests(self._peers, digests, shards, self._wire) or self._digested(segment.tensors(entries))
         if self._peers.rank == 0:
             segment.mark(record.lineage, record.version, whole=True)
             segment.unlock()
@@ -214,13 +233,11 @@ class SharedMemorySender:
         self._segment.mark(record.lineage, record.version, whole=False)
         return self._segment.path
 
-    def _write(self, shards: Mapping[str, Shard], targets: Mapping[str, Tensor]) -> None:
+    def _write(self, segment: _Segment, shards: Mapping[str, Shard]) -> None:
         blocks = []
-        for copy in self._route.copies:
-            if copy.holder == self._peers.rank:
-                source = shards[copy.name].tensor.detach()[slices(copy.source)]
-                blocks += _blocks(targets[copy.name][slices(copy.destination)], source)
-        in_threads(self._threads, blocks)
+        for name, where, target in segment.targets_of(self._route, self._peers.rank):
+            blocks += blocks_of(target, shards[name].tensor.detach()[where])
+        copy_blocks(blocks, self._threads)
 
     def _digested(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
         """Every rank digests its share of what all have written."""
@@ -247,7 +264,7 @@ class SharedMemoryReceiver:
             try:
                 if segment.holds != (shipment.lineage, shipment.version):
                     raise SyncError(gone)
-                yield {entry.name: segment.tensor(entry) for entry in shipment.entries}
+                yield segment.tensors(shipment.entries)
             finally:
                 segment.unlock()
 
@@ -265,48 +282,6 @@ class SharedMemoryReceiver:
             except FileNotFoundError:
                 raise SyncError(f"{gone} ({path} does not exist here: is this the learner's host?)") from None
         return self._segment
-
-
-def in_threads(threads: int, blocks: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy (target, source) pairs."""
-    if threads <= 1:
-        _copy(blocks)
-        return
-    with ThreadPoolExecutor(threads, thread_name_prefix="weights") as cores:
-        list(cores.map(_copy, _shares(blocks)))
-
-
-def _shares(blocks: Sequence[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Small blocks together, so that each share is worth the handing out."""
-    share: list[tuple[Tensor, Tensor]] = []
-    for block in blocks:
-        share.append(block)
-        if sum(target.nbytes for target, _ in share[-64:]) >= _BLOCK // 2 or len(share) >= 64:
-            yield share
-            share = []
-    yield share
-
-
-def _copy(blocks: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Not with torch where numpy will do: in a thread of its own it would begin a pool of more threads."""
-    for target, source in blocks:
-        on_cpu = target.device.type == source.device.type == "cpu"
-        if on_cpu and target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous():
-            np.copyto(_bytes(target), _bytes(source))
-        else:
-            target.copy_(source)
-
-
-def _bytes(tensor: Tensor) -> np.ndarray:
-    return tensor.view(-1).view(torch.uint8).numpy()
-
-
-def _blocks(target: Tensor, source: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The same copy in pieces that cores can take in turn."""
-    if target.nbytes <= _BLOCK or not (target.is_contiguous() and source.is_contiguous()):
-        return [(target, source)]
-    size = _BLOCK // target.element_size()
-    return list(zip(target.view(-1).split(size), source.view(-1).split(size), strict=True))
 
 
 def _own(path: Path) -> int:

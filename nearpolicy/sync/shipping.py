@@ -199,10 +199,12 @@ def canonical_layout(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str,
 class Route:
     """Which copies of which rank make up the canonical tensors. Planned once; ranks keep their pieces."""
 
-    def __init__(self, peers: Peers, wire: torch.dtype | None) -> None:
-        self._peers, self._wire = peers, wire
+    def __init__(self, peers: Peers, wire: torch.dtype | None, alignment: int = ALIGNMENT) -> None:
+        """``alignment``: of the tensors on their way, in bytes."""
+        self._peers, self._wire, self._alignment = peers, wire, alignment
         self._known: dict[str, Piece] | None = None
         self.layout: Layout
+        self.entries: tuple[Entry, ...]
         self.copies: list[Copy]
 
     def update(self, shards: Mapping[str, Shard]) -> None:
@@ -220,6 +222,7 @@ class Route:
                 pieces.setdefault(name, []).append(piece)
         shapes = {name: found[0].shape for name, found in pieces.items()}
         self.layout = canonical_layout(shapes, {name: found[0].dtype for name, found in pieces.items()})
+        self.entries = entries_of(self.layout, self._alignment)
         self.copies = plan(pieces, self.layout)
         self._known = mine
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from nearpolicy.errors import SyncError
 from nearpolicy.roles import Shard, Shipment, VersionRecord, Weights
 from nearpolicy.sync.plan import Copy, dtype_called, slices
-from nearpolicy.sync.shipping import Alone, Peers, Route, digests_among, entries_of, known_digests
+from nearpolicy.sync.shipping import Alone, Peers, Route, digests_among, known_digests
 
 NAME = "object_store"
 
@@ -44,7 +44,7 @@ class ObjectStoreSender:
             transport=NAME,
             lineage=record.lineage,
             version=record.version,
-            entries=entries_of(self._route.layout),
+            entries=self._route.entries,
             digests=dict(digests),
             place=[(ray.put(packed.numpy()), mine)],
         )
