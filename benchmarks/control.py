@@ -17,7 +17,8 @@ Measured between the first and the last step that find all slots in use. Prompts
 through the controller here, as in a run with generators in other processes: from `collect` to the environment, the
 record and the learner. `loop_late_ms` says how late the controller's loop is for anything else. What else runs
 on the machine slows all of it, processor time too: run it alone, and see `load_average` (this benchmark alone makes
-between 1 and 3). The last line is one JSON object.
+between 1 and 3, with 16 actors up to 11). So does the host: `yardstick_ms` is what the same piece of Python takes
+before and after a run. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -275,11 +276,27 @@ def decisions(generators: int, count: int = 4000) -> dict[str, float]:
     return found
 
 
+def yardstick_ms() -> float:
+    """Processor time of the same small piece of Python each time, the best of seven: what the host gives at the moment.
+    It varies by half within an hour on machines that share their cores, and all processor time with it."""
+
+    def work() -> float:
+        begin, kept = time.thread_time(), {}
+        for number in range(100_000):
+            kept[number & 4095] = (number, str(number))
+        return time.thread_time() - begin
+
+    return round(min(work() for _ in range(7)) * 1e3, 1)
+
+
 def median_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Of all runs, the one whose processor time is in the middle, with the range of it."""
     ordered = sorted(runs, key=lambda run: run["controller_ms_per_group"])
-    each = [run["controller_ms_per_group"] for run in ordered]
-    return ordered[len(ordered) // 2] | {"controller_ms_range": [each[0], each[-1]], "runs": len(each)}
+    ranges = {
+        f"{name}_range": [min(run[name] for run in runs), max(run[name] for run in runs)]
+        for name in ("groups_per_s", "controller_ms_per_group", "yardstick_ms")
+    }
+    return ordered[len(ordered) // 2] | ranges | {"runs": len(runs)}
 
 
 def main() -> None:
@@ -296,7 +313,8 @@ def main() -> None:
     def repeated(name: str, run: Any) -> dict[str, Any]:
         found = []
         for _ in range(repeats):
-            found.append(run())
+            before = yardstick_ms()
+            found.append(run() | {"yardstick_ms": round((before + yardstick_ms()) / 2, 1)})
             print(f"{name}: {found[-1]}", file=sys.stderr)
         return median_of(found)
 

@@ -56,3 +56,19 @@ def test_freed_blocks_are_there_for_the_next_ones_where_all_pages_are_small():
 @pytest.mark.skipif(not has_large_pages(), reason="the kernel has no large pages for processes that ask")
 def test_large_pages_make_the_first_use_of_memory_cheap_too():
     assert max(page_faults()[1:]) < 5000
+
+
+def test_what_a_process_leaves_alone_in_search_of_garbage_stays_so():
+    """Whoever directs a run looks rarely; afterwards all is as before, with objects frozen before and without."""
+    program = """
+import gc
+from nearpolicy.machine import collect_garbage_rarely
+for freeze in (lambda: None, gc.freeze):
+    freeze()
+    before = gc.get_threshold(), gc.get_freeze_count() > 0
+    undo = collect_garbage_rarely()
+    assert gc.get_freeze_count() > 0 and gc.get_threshold()[0] > before[0][0]
+    undo()
+    assert (gc.get_threshold(), gc.get_freeze_count() > 0) == before, before
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

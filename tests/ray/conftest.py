@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,10 @@ from forked_workers import begun_ray
 @pytest.fixture(scope="session")
 def ray_here() -> Iterator[None]:
     with begun_ray():
+        gc.collect()
+        gc.freeze()  # each run looks for garbage when it begins, and needs not look at all modules again
         yield
+        gc.unfreeze()
 
 
 @pytest.fixture

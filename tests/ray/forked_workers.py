@@ -27,10 +27,15 @@ LOADED_BY_ACTORS = (
     "transformers.models.auto.tokenization_auto", "transformers.models.llama.modeling_llama",
     "nearpolicy.launch.session", "nearpolicy.launch.build", "nearpolicy.launch.diagnosis",
     "nearpolicy.launch.ray.controller", "nearpolicy.launch.ray.hosts", "nearpolicy.launch.ray.transports",
-    "nearpolicy.generator.host", "nearpolicy.learner.parallel", "nearpolicy.learner.checkpoint",
-    "nearpolicy.sync.shipping",
+    "nearpolicy.generator.host", "nearpolicy.generator.wire", "nearpolicy.learner.parallel",
+    "nearpolicy.learner.checkpoint", "nearpolicy.sync.shipping", "nearpolicy.sync.transports",
+    "nearpolicy.sync.broadcast", "nearpolicy.sync.device_handles", "nearpolicy.sync.files",
+    "nearpolicy.sync.shared_memory", "numpy.ma", "pyarrow", "pydantic.v1", "pydantic.deprecated.class_validators",
 )  # fmt: skip
-OF_RAY = ("ray", "ray.util.placement_group", "ray._private.async_compat", "ray._private.runtime_env.setup_hook")
+OF_RAY = (
+    "ray", "ray.util.placement_group", "ray._private.async_compat", "ray._private.runtime_env.setup_hook",
+    "ray.core.generated.usage_pb2",
+)  # fmt: skip
 WAITS_S = 60.0
 """For the nursery to be there, as long as the raylet waits for a worker."""
 CPUS = 16
@@ -103,6 +108,7 @@ def serve(address: str) -> None:
 
     die_with(os.getppid())
     os.environ["OMP_NUM_THREADS"] = "1"  # as Ray does
+    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
     prepare_environment()
     _load(LOADED_BY_ACTORS)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -267,8 +268,9 @@ def test_a_run_whose_record_dies_ends_with_its_name_and_goes_on_from_what_was_re
     async def step(self, batch):
         if batch.step == 1:
             ray.kill(session.runtime._record, no_restart=True)
+            until = time.monotonic() + 20  # what is on this node is there until the node, too, has heard of it, or on
             with contextlib.suppress(RecordLost):
-                while True:  # what is on this node is there until the node, too, has heard of it
+                while time.monotonic() < until:
                     batch.rows[0].segment.token_ids[0]
         return await plain(self, batch)
 
