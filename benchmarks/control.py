@@ -27,6 +27,7 @@ import argparse
 import asyncio
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -276,17 +277,22 @@ def decisions(generators: int, count: int = 4000) -> dict[str, float]:
     return found
 
 
+YARDSTICK = """
+import time
+def work():
+    begin, kept = time.thread_time(), {}
+    for number in range(100_000):
+        kept[number & 4095] = number, str(number)
+    return time.thread_time() - begin
+print(min(work() for _ in range(9)) * 1e3)
+"""
+
+
 def yardstick_ms() -> float:
-    """Processor time of the same small piece of Python each time, the best of seven: what the host gives at the moment.
-    It varies by half within an hour on machines that share their cores, and all processor time with it."""
-
-    def work() -> float:
-        begin, kept = time.thread_time(), {}
-        for number in range(100_000):
-            kept[number & 4095] = (number, str(number))
-        return time.thread_time() - begin
-
-    return round(min(work() for _ in range(7)) * 1e3, 1)
+    """Processor time of the same small piece of Python in a process of its own, the best of nine: what the host gives
+    at the moment. On machines that share their cores it varies by half within an hour, and all processor time with it.
+    """
+    return float(subprocess.run([sys.executable, "-c", YARDSTICK], capture_output=True, check=True).stdout)
 
 
 def median_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -314,7 +320,7 @@ def main() -> None:
         found = []
         for _ in range(repeats):
             before = yardstick_ms()
-            found.append(run() | {"yardstick_ms": round((before + yardstick_ms()) / 2, 1)})
+            found.append(run() | {"yardstick_ms": round((before + yardstick_ms()) / 2, 2)})
             print(f"{name}: {found[-1]}", file=sys.stderr)
         return median_of(found)
 
