@@ -599,6 +599,10 @@ class Fleet:
             link.end()
 
 
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, NearpolicyError) else described(error)
+
+
 class Link:
     """One member as the fleet sees it: what is on its way there, what it holds, and the two tasks that talk to it."""
 
@@ -655,8 +659,8 @@ class Link:
         except Exception as error:
             if isinstance(error, NearpolicyError) and not isinstance(error, EngineError):
                 raise
-            self._fleet.lost(self, described(error))
-            raise EngineError(f"{self.member.name} was lost: {described(error)}") from error
+            self._fleet.lost(self, _reason(error))
+            raise EngineError(f"{self.member.name} was lost: {_reason(error)}") from error
 
     def send(self, placed: Placed) -> None:
         self._empty.clear()
@@ -720,7 +724,7 @@ class Link:
         except (UserError, RecordLost) as error:
             self._fleet._end(error)
         except Exception as error:
-            self._fleet.lost(self, described(error))
+            self._fleet.lost(self, _reason(error))
 
     async def _sending(self) -> None:
         while True:

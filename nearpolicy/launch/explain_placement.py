@@ -77,7 +77,9 @@ def _placement(config: RunConfig, shape: ModelShape | None) -> Lines:
     if runtime.placement == "colocated":
         yield "each place", "a rank and a generator that take turns: keys and values are given back during a step"
     if runtime.address is None:
-        yield "nodes", f"this machine, which has {count(num_cores(), 'core')}"
+        gpus = rooms.total.get("GPU", 0.0)
+        or_not = f"; without {gpus:g} GPU a run is refused (runtime.address: join a cluster)" if gpus else ""
+        yield "nodes", f"this machine, which has {count(num_cores(), 'core')}{or_not}"
     else:
         yield "nodes", "Ray fills one after the other; what is free on each is compared with its roles at the start"
     for warning in warnings(config, shape):
@@ -205,7 +207,8 @@ def warnings(config: RunConfig, shape: ModelShape | None) -> Iterator[str]:
     if own and config.sync.transport == "object_store" and version > OBJECT_STORE_MB:
         yield (
             f"a version of {version:,.0f} MB is larger than the object store of a Ray that is started here, "
-            f"{OBJECT_STORE_MB:,.0f} MB, and goes to disk; use sync.transport=shared_memory"
+            f"{OBJECT_STORE_MB:,.0f} MB, and goes to disk; use sync.transport=shared_memory, or "
+            "join a cluster (runtime.address)"
         )
     if own and (tokens := tokens_kept_mb(config)) > OBJECT_STORE_MB:
         yield (
@@ -219,4 +222,6 @@ def warnings(config: RunConfig, shape: ModelShape | None) -> Iterator[str]:
 
 
 def _mb(mb: float) -> str:
-    return f"{mb:,.0f} MB" if mb >= 10 else f"{mb:.1f} MB"
+    if 0 < mb < 0.1:
+        return "less than 0.1 MB"
+    return f"{mb:,.0f} MB" if mb >= 10 or not mb else f"{mb:.1f} MB"

@@ -98,7 +98,7 @@ def rank_memory(config: RunConfig, shape: ModelShape) -> RoleMemory:
     host = {owner: mb for owner, mb in held.items() if away or (learner.offload == "optimizer" and MOMENTS in owner)}
     certain = {owner: mb for owner, mb in held.items() if owner not in host}
     if config.hands_over:
-        certain["weights that are handed over"] = handed_over_mb(config, published_mb(config, shape))
+        certain["weights handed over"] = handed_over_mb(config, published_mb(config, shape))
     models = [model for model in (shape, reference, critic) if model is not None]
     trained = [model.parameters for model in (None if learner.lora else shape, critic) if model is not None]
     passing = {"activations": memory_by_owner(config, shape)["learner: activations"]}

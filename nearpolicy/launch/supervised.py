@@ -69,8 +69,8 @@ class Supervised:
             raise type(error)(
                 f"{error}. That was loss {self._losses} without a new step, so that the run ends"
             ) from error
-        how = "beginning anew" if steps is None else f"going on from the record of {count(steps, 'step')}"
-        lost.say(f"{error}. {how[0].upper()}{how[1:]} (loss {self._losses}; at most {MOST} without a new step)")
+        how = "Beginning anew" if steps is None else f"Going on from the record of {count(steps, 'step')}"
+        lost.say(f"{error}. {how} by itself (loss {self._losses}; at most {MOST} without a new step)")
         self.sessions += 1
         return replace(lost, resumes=steps is not None, begun=False, opening=False)
 

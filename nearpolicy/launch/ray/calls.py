@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
+import re
 import sys
 import time
 import traceback
@@ -11,7 +13,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
-from nearpolicy.errors import ConfigError, NearpolicyError
+from nearpolicy.errors import ConfigError, NearpolicyError, described
 
 Events = Sequence[tuple[str, dict[str, Any]]]
 """Kind and fields of what is told to the time line; ``ago``: how many seconds before the answer."""
@@ -58,6 +60,17 @@ def failure(error: Exception) -> Answer:
     except Exception:
         error = RuntimeError(f"{type(error).__name__}: {error}")
     return Answer(error=error, trace=text)
+
+
+_BECAUSE = re.compile(r"\bbecause (it.+?)(?:\.(?:\s|$)|\n|$)")
+
+
+def why_lost(error: BaseException, limit: int = 120) -> str:
+    """On one line. Of what Ray says of a dead actor the cause alone: around it stand the actor's names and advice."""
+    with contextlib.suppress(Exception):
+        if found := _BECAUSE.search(str(error)):
+            return found[1]
+    return described(error, limit)
 
 
 class Diary:

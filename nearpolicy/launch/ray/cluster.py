@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from nearpolicy.errors import ConfigError, described
-from nearpolicy.launch.ray.hosts import Process
+from nearpolicy.launch.ray.hosts import PROCESSES
 from nearpolicy.launch.ray.record import start_record_actor
 from nearpolicy.machine import num_cores
 from nearpolicy.placement import OF_CONTROLLER, Resources, Room, RuntimeConfig
@@ -136,7 +136,7 @@ class Cluster:
     def _made(self, role: str, **options: Any) -> Any:
         import ray
 
-        made = ray.remote(Process).options(name=_own_name(role), max_restarts=0, **options).remote()
+        made = ray.remote(PROCESSES[role]).options(name=_own_name(role), max_restarts=0, **options).remote()
         self._actors.append(made)
         return made
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from nearpolicy.config import RunConfig
 from nearpolicy.errors import ConfigError, ControllerLost, RunFolderError
-from nearpolicy.launch.ray.calls import Answer, Place, answered, here, require_same_versions
+from nearpolicy.launch.ray.calls import Answer, Place, answered, here, require_same_versions, why_lost
 from nearpolicy.launch.ray.cluster import Cluster, require_nothing_left
 from nearpolicy.launch.session import Session, run_session
 from nearpolicy.placement import OF_CONTROLLER, Rooms
@@ -253,6 +253,4 @@ async def _of_actor(answer: Awaitable[Any]) -> Any:
     except RayTaskError:
         raise
     except RayError as error:
-        lines = str(error).strip().splitlines()  # what happened comes last, behind all of the actor's names
-        why = lines[-1].rstrip(".") if lines else type(error).__name__
-        raise ControllerLost(f"the controller is lost: {why}") from error
+        raise ControllerLost(f"the controller is lost: {why_lost(error, 200)}") from error

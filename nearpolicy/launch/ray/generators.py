@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from nearpolicy.errors import EngineError
 from nearpolicy.generator.wire import unpack_told
+from nearpolicy.launch.ray.calls import why_lost
 from nearpolicy.launch.ray.parcels import losses_told, sent
 from nearpolicy.roles import Capabilities, Placed, Told, Weights
 
@@ -22,30 +24,41 @@ class GeneratorMember:
 
     async def submit_many(self, placed: Sequence[Placed]) -> None:
         with losses_told():
-            await self.actor.do.remote("submit_many", sent(list(placed)))
+            await self._do("submit_many", sent(list(placed)))
 
     async def abort_many(self, tickets: Sequence[int]) -> None:
-        await self.actor.do.remote("abort_many", tickets)
+        await self._do("abort_many", tickets)
 
     async def collect(self, spacing_s: float) -> Told:
         with losses_told():
-            head, parcel = await self.actor.do.remote("collect", spacing_s)
+            head, parcel = await self._do("collect", spacing_s)
         return unpack_told(head, parcel)
 
     async def pause(self) -> None:
-        await self.actor.do.remote("pause")
+        await self._do("pause")
 
     async def sleep(self) -> None:
-        await self.actor.do.remote("sleep")
+        await self._do("sleep")
 
     async def resume(self) -> None:
-        await self.actor.do.remote("resume")
+        await self._do("resume")
 
     async def load(self, weights: Weights) -> Mapping[str, str]:
-        return (await self.actor.do.remote("take", weights)).result()
+        return (await self._do("take", weights)).result()
 
     def capabilities(self) -> Capabilities:
         return self._capabilities
 
     async def examine(self, look: Callable[..., Any]) -> Any:
         return (await self.actor.do.remote("examine", look)).result()
+
+    async def _do(self, verb: str, *arguments: Any) -> Any:
+        """`EngineError` where Ray says that the actor is no more."""
+        from ray.exceptions import RayError, RayTaskError
+
+        try:
+            return await self.actor.do.remote(verb, *arguments)
+        except RayTaskError:
+            raise
+        except RayError as error:
+            raise EngineError(why_lost(error)) from error

@@ -86,6 +86,29 @@ class Process:
         gc.collect()
 
 
+# One class for each role, so that `ps` and Ray's logs say who is who.
+
+
+class Learner(Process): ...
+
+
+class Generator(Process): ...
+
+
+class Verifier(Process): ...
+
+
+class Controller(Process): ...
+
+
+PROCESSES: Mapping[str, type[Process]] = {
+    "learner": Learner,
+    "generator": Generator,
+    "verifier": Verifier,
+    "controller": Controller,
+}
+
+
 class _Role:
     """A model of the recipe, loaded and probed."""
 

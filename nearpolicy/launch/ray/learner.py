@@ -13,8 +13,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from nearpolicy.errors import ConfigError, NearpolicyError, RunFolderError, StandstillError, SyncError, described
-from nearpolicy.launch.ray.calls import Answer
+from nearpolicy.errors import ConfigError, NearpolicyError, RunFolderError, StandstillError, SyncError
+from nearpolicy.launch.ray.calls import Answer, why_lost
 from nearpolicy.launch.ray.parcels import sent
 from nearpolicy.launch.ray.used import rows_told
 from nearpolicy.records import Batch, Row, StepReport
@@ -224,11 +224,11 @@ class LearnerRanks:
         self._are_lost, self._shipped = True, ()
         if self.bring_back is None or losses > MOST_LOSSES:
             raise LearnerLost(
-                f"the learner is lost, during {verb}: {described(error)}. What was recorded is kept: "
+                f"the learner is lost, during {verb}: {why_lost(error, 300)}. What was recorded is kept: "
                 "`nearpolicy train --resume` goes on from there"
             ) from error
         begins = "the initial weights" if self._lost_at is None else f"the record of {self._lost_at} steps"
-        self._say(f"a rank of the learner died during {verb}: {described(error, 120)}. It begins again, from {begins}")
+        self._say(f"a rank of the learner died during {verb}: {why_lost(error)}. It begins again, from {begins}")
 
     async def _come_back(self) -> None:
         """Fresh ranks, where the lost ones were."""

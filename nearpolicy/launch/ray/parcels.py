@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from nearpolicy.errors import RecordLost, described
+from nearpolicy.errors import RecordLost
+from nearpolicy.launch.ray.calls import why_lost
 from nearpolicy.messages import Message, pack, unpack
 
 PARCELS = "parcels"
@@ -74,7 +75,7 @@ def _losses_named() -> Iterator[None]:
     except RayError as error:
         what, why = ("cannot keep more", error.cause) if isinstance(error, RayTaskError) else ("has died", error)
         raise RecordLost(
-            f"tokens of the run are lost: the record's actor, which keeps them, {what} ({described(why, 200)}). What "
+            f"tokens of the run are lost: the record's actor, which keeps them, {what} ({why_lost(why, 200)}). What "
             "was recorded is there: `nearpolicy train --resume` goes on from that"
         ) from error
 

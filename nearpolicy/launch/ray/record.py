@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from nearpolicy.errors import ConfigError, NearpolicyError, RecordLost, StandstillError, described
-from nearpolicy.launch.ray.calls import Answer, answered
+from nearpolicy.errors import ConfigError, NearpolicyError, RecordLost, StandstillError
+from nearpolicy.launch.ray.calls import Answer, answered, why_lost
 from nearpolicy.launch.ray.parcels import PARCELS, Sent, as_sent, kept, received
 from nearpolicy.machine import collect_garbage_rarely
 from nearpolicy.store.calls import Said
@@ -195,7 +195,7 @@ class ActorWriter:
             raise
         except RayError as error:
             raise RecordLost(
-                f"the actor that writes the record of {self._folder.path} has died ({described(error, 200)}). What it "
+                f"the actor that writes the record of {self._folder.path} has died ({why_lost(error, 200)}). What it "
                 f"had committed is there: `nearpolicy train --resume {self._folder.path}` goes on from that"
             ) from error
         return answer.result()
@@ -261,5 +261,5 @@ def _opened(actor: Any, verb: str, folder: RunFolder, options: Mapping[str, Any]
     except RayTaskError:
         raise
     except RayError as error:
-        raise ConfigError(f"the actor of the record to begin: its process ended ({described(error, 600)})") from error
+        raise ConfigError(f"the actor of the record to begin: its process ended ({why_lost(error, 600)})") from error
     return answer.result()

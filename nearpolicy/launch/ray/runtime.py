@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from nearpolicy.config import RunConfig
 from nearpolicy.errors import ConfigError, EngineError, described
 from nearpolicy.launch.colocated import TakesTurns
-from nearpolicy.launch.ray.calls import Answer, Place, require_same_versions
+from nearpolicy.launch.ray.calls import Answer, Place, require_same_versions, why_lost
 from nearpolicy.launch.ray.cluster import Cluster
 from nearpolicy.launch.ray.generators import GeneratorMember
 from nearpolicy.launch.ray.hosts import GeneratorHost, LearnerHost, Loaded, VerifierHost
@@ -194,7 +194,7 @@ class RayRuntime:
             raise ConfigError(f"{what}: {described(error, 600)}") from error
         except RayError as error:
             raise ConfigError(
-                f"{what}: its process ended ({described(error, 600)}). If memory was short there, `nearpolicy check` "
+                f"{what}: its process ended ({why_lost(error, 600)}). If memory was short there, `nearpolicy check` "
                 "says what a role needs"
             ) from error
         if not isinstance(found, Answer):

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nearpolicy.errors import VerifierError, described
+from nearpolicy.launch.ray.calls import why_lost
 from nearpolicy.launch.ray.parcels import losses_told, sent
 from nearpolicy.records import Prompt, Rollout, Verdict
 from nearpolicy.verifier.sandbox.ladder import Opened
@@ -260,7 +261,7 @@ class VerifierPools:
 
     def _lost(self, place: int, pool: _Pool, error: Exception) -> None:
         """What it had is judged again, by another one or by the one that takes its place."""
-        why = f"no answer within {self._silence_s:g} s" if isinstance(error, TimeoutError) else described(error, 120)
+        why = f"no answer within {self._silence_s:g} s" if isinstance(error, TimeoutError) else why_lost(error)
         self._say(f"verifier {place} died: {why}; what it was judging is judged again")
         if self._pools.get(place) is pool:  # else it was to go
             del self._pools[place]
