@@ -72,6 +72,10 @@ class RuntimeConfig(ConfigModel):
                 f"runtime.most_verifiers={self.most_verifiers} and runtime.verifiers={self.verifiers} are the two "
                 "limits on their number; the first is the larger one, and the second at least 1"
             )
+        for name in ("cpus_per_generator", "gpus_per_generator", "cpus_per_learner", "gpus_per_learner"):
+            number = getattr(self, name)
+            if 0 < number < 1e-4:
+                raise ValueError(f"runtime.{name}={number:g} is less than Ray can set aside, which is 0.0001")
         if (self.address or "").startswith("ray://"):
             raise ValueError(
                 f"runtime.address={self.address} is that of a client, which would have all data of the run go through "

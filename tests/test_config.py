@@ -551,6 +551,13 @@ def test_numbers_and_names_that_nothing_can_have_are_refused_with_their_key(load
     assert key in refusal(load, "", override).removeprefix(f"override {override}")
 
 
+@pytest.mark.parametrize("name", ["cpus_per_generator", "gpus_per_generator", "cpus_per_learner", "gpus_per_learner"])
+def test_less_of_a_processor_than_ray_sets_aside_is_refused(load, name):
+    assert f"runtime.{name}=1e-07 is less than Ray can set aside" in refusal(
+        load, f"runtime: {{kind: ray, {name}: 1.0e-7}}"
+    )
+
+
 def test_a_batch_larger_than_the_program_is_made_for_is_refused(load):
     message = refusal(load, "", "queue.prompts_per_step=100000", "queue.max_staleness=9")
     assert "(queue.max_staleness + 1) * queue.prompts_per_step = 1,000,000 groups at once" in message

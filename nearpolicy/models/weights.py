@@ -40,12 +40,13 @@ def _with_aliases(model: nn.Module) -> list[tuple[list[str], Tensor]]:
 
 def digest(tensor: Tensor) -> str:
     """xxh3-128 of the bytes of a tensor, in hexadecimal."""
-    return xxhash.xxh3_128_hexdigest(memoryview(_bytes(tensor.detach().cpu().contiguous())))
+    return xxhash.xxh3_128_hexdigest(memoryview(bytes_of(tensor.detach().cpu().contiguous()).numpy()))
 
 
-def _bytes(tensor: Tensor) -> np.ndarray:
-    """The memory of a contiguous tensor."""
-    return tensor.view(-1).view(torch.uint8).numpy()
+def bytes_of(tensor: Tensor) -> Tensor:
+    """[nbytes] uint8: the memory of a contiguous tensor. One of a single element is contiguous with any stride, which
+    `view` would keep."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def digests(weights: Mapping[str, Tensor]) -> dict[str, str]:
@@ -144,9 +145,9 @@ def _copy_on(target: Tensor, source: Tensor, total: xxhash.xxh3_128) -> None:
     """Copy into memory that is one stretch, and add what lies there then to a digest."""
     if not (target.device == source.device == _CPU and target.dtype == source.dtype):
         target.copy_(source)
-        total.update(memoryview(_bytes(target.cpu())))
+        total.update(memoryview(bytes_of(target.cpu()).numpy()))
         return
-    there, here = _bytes(target), _bytes(source.contiguous())
+    there, here = bytes_of(target).numpy(), bytes_of(source.contiguous()).numpy()
     for begin in range(0, there.size, SLICE):
         part = there[begin : begin + SLICE]
         np.copyto(part, here[begin : begin + SLICE])

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nearpolicy.errors import SyncError, described
-from nearpolicy.models.weights import differing
+from nearpolicy.models.weights import bytes_of, differing
 from nearpolicy.models.weights import digests as digests_of
 from nearpolicy.roles import Entry, Shard, Shipment, VersionRecord
 from nearpolicy.sync.collective import ALIGNMENT, Group, connected, pack, store_of_ranks, stretch, two_at_once
@@ -214,7 +214,7 @@ class BroadcastSender:
         if str(source.dtype) != entry.dtype or not source.is_contiguous() or source.device != self._device:
             return None
         begin = run.begin - stretch(copy, entry)[0]
-        return source.view(-1).view(torch.uint8)[begin : begin + run.end - run.begin]
+        return bytes_of(source)[begin : begin + run.end - run.begin]
 
     def _drop(self) -> None:
         if self._group is not None:
@@ -307,6 +307,7 @@ class BroadcastReceiver:
         with self._alone(shipment):
             size = max((entry.offset + entry.nbytes for entry in shipment.entries), default=0)
             if self._staging.numel() != size:
+                self._staging = self._staging.new_empty(0)  # before there is another one
                 self._staging = torch.empty(size, dtype=torch.uint8, device=self._device)
             self._fetch(shipment)
             tensors = {entry.name: self._tensor(entry) for entry in shipment.entries}

@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import torch
 from torch import Tensor
+
+from nearpolicy.models.weights import bytes_of
 
 _BLOCK = 4 << 20
 """Bytes that one core copies before it takes the next piece of work."""
@@ -36,7 +37,7 @@ def blocks_of(target: Tensor, source: Tensor) -> list[Block]:
 
 
 def _bytes(tensor: Tensor) -> np.ndarray:
-    return tensor.view(-1).view(torch.uint8).numpy()
+    return bytes_of(tensor).numpy()
 
 
 def copy_blocks(blocks: Iterable[Block], threads: int) -> None:

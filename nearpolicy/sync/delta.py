@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import numpy as np
 import pyarrow as pa
-import torch
 from torch import Tensor
 
 from nearpolicy.errors import SyncError
+from nearpolicy.models.weights import bytes_of
 
 _LEVEL = 1
 """Of zstd: higher ones save a few percent and take several times as long."""
@@ -67,7 +67,7 @@ def apply(method: str, data: bytes, tensor: Tensor) -> None:
 
 def _bits(tensor: Tensor) -> np.ndarray:
     """The elements as unsigned integers, sharing memory."""
-    return tensor.detach().view(-1).view(torch.uint8).numpy().view(f"<u{tensor.element_size()}")
+    return bytes_of(tensor.detach()).numpy().view(f"<u{tensor.element_size()}")
 
 
 def _planes(bits: np.ndarray) -> bytes:

@@ -103,6 +103,8 @@ class _Folder:
         """What receivers say that they read; those that end in this moment are left out."""
         found = {}
         for name in self._names("readers"):
+            if not name.endswith(".json"):  # half written
+                continue
             with contextlib.suppress(FileNotFoundError):
                 found[name] = self.read(f"readers/{name}").decode()
         return found
@@ -144,8 +146,11 @@ class FileSender:
         self._route = Route(self._peers, wire)
         self._delta, self._anchor_every = delta, anchor_every
         self._last: dict[str, Tensor] = {}
-        """What was sent last, of this rank's pieces."""
+        """What was sent last, of this rank's pieces; and below, where each belongs."""
+        self._boxes: dict[str, Box] = {}
         self._number = self._peers.exchange("the last folder", max(self._folder.numbers(), default=0))[0]
+        self._base = self._number
+        """The last folder that is whole."""
         self._anchors: list[int] = []
         self._readers = _Silence()
 
@@ -154,8 +159,8 @@ class FileSender:
         known = known_digests(self._peers, digests, shards, self._wire)
         digests = known or digests_among(self._peers, self._route, shards)
         pieces, boxes = self._pieces(shards)
-        changes = self._changes(pieces)
-        kind, base = ("full", None) if changes is None else ("delta", self._number)
+        changes = self._changes(pieces, boxes)
+        kind, base = ("full", None) if changes is None else ("delta", self._base)
         self._number += 1
         file, data, places = self._written(pieces, changes)
         mine = {"file": file, "checksum": xxhash.xxh3_128_hexdigest(data), "pieces": places, "boxes": boxes}
@@ -180,7 +185,8 @@ class FileSender:
         elif kind == "full":
             self._anchors.append(self._number)
         self._peers.exchange("the manifest is written", None)
-        self._remember(pieces)
+        self._base = self._number
+        self._remember(pieces, boxes)
         return Shipment(
             transport="files",
             lineage=record.lineage,
@@ -212,11 +218,10 @@ class FileSender:
                 boxes[copy.name] = copy.destination
         return pieces, boxes
 
-    def _changes(self, pieces: Mapping[str, Tensor]) -> dict[str, tuple[str, bytes]] | None:
+    def _changes(self, pieces: Mapping[str, Tensor], boxes: Mapping[str, Box]) -> dict[str, tuple[str, bytes]] | None:
         """Since the last version, or None where all are to be written; all ranks decide alike."""
         due = not self._anchors or self._number + 1 - self._anchors[-1] >= self._anchor_every
-        shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in pieces.items()}
-        fits = shapes == {name: (tensor.shape, tensor.dtype) for name, tensor in self._last.items()}
+        fits = boxes == self._boxes and _forms(pieces) == _forms(self._last)
         if any(self._peers.exchange("whether an anchor is due", due or not self._delta or not fits)):
             return None
         found = _each(lambda name: delta.encode(self._last[name], pieces[name]), list(pieces))
@@ -240,10 +245,11 @@ class FileSender:
         return f"delta-{self._peers.rank}.bin", b"".join(parts), places
 
     @torch.no_grad()
-    def _remember(self, pieces: Mapping[str, Tensor]) -> None:
+    def _remember(self, pieces: Mapping[str, Tensor], boxes: Mapping[str, Box]) -> None:
         if not self._delta:
             return
-        if self._last.keys() != pieces.keys() or any(self._last[n].shape != t.shape for n, t in pieces.items()):
+        self._boxes = dict(boxes)
+        if _forms(self._last) != _forms(pieces):
             self._last = {name: tensor.clone() for name, tensor in pieces.items()}
             return
         for name, tensor in pieces.items():
@@ -259,6 +265,10 @@ class FileSender:
             if number < oldest:
                 self._folder.remove(f"{number:08d}/{_MANIFEST}")  # first, so that no half of a version looks whole
                 self._folder.remove(f"{number:08d}")
+
+
+def _forms(pieces: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in pieces.items()}
 
 
 class _Silence:
@@ -337,6 +347,7 @@ class FileReceiver:
         for manifest, of_ranks in zip(chain, files, strict=True):
             self._holds = None  # until it is all there
             if manifest["kind"] == "full":
+                self._held = {}  # before there is another one
                 self._held = _whole_tensors(manifest, of_ranks)
             else:
                 _apply(manifest, of_ranks, self._held)

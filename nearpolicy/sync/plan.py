@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from nearpolicy.errors import SyncError
+from nearpolicy.models.weights import bytes_of
 from nearpolicy.roles import Shard
 
 Box = tuple[tuple[int, int], ...]
@@ -270,4 +271,4 @@ def canonical(layout: Layout, parts: Sequence[Mapping[str, Tensor]]) -> dict[str
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:
     """Of values only, -0.0 equals 0.0 and a NaN nothing."""
-    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+    return torch.equal(bytes_of(a.contiguous()), bytes_of(b.contiguous()))

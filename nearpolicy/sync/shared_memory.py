@@ -134,6 +134,11 @@ class _Segment:
     def unlock(self) -> None:
         fcntl.flock(self.fd, fcntl.LOCK_UN)
 
+    def give_back(self) -> None:
+        """Its memory, at once, although others still map it. Whoever opens it later finds that it holds nothing."""
+        self.mark(0, 0, whole=False)
+        os.ftruncate(self.fd, _HEADER_BYTES)
+
     def close(self) -> None:
         """The mapping goes with its last tensor."""
         os.close(self.fd)
@@ -222,8 +227,11 @@ class SharedMemorySender:
 
     def _prepared(self, record: VersionRecord, size: int) -> Path:
         last = self._segment
-        if last is None or last.size != size or not last.lock(fcntl.LOCK_EX):
+        is_free = last is not None and last.lock(fcntl.LOCK_EX)
+        if last is None or last.size != size or not is_free:
             if last is not None:
+                if is_free:
+                    last.give_back()  # before the next one takes its own
                 last.path.unlink(missing_ok=True)  # who reads it keeps it until he is done
                 last.close()
                 self._segment = None

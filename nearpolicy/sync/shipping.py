@@ -216,6 +216,7 @@ class Route:
         changed = any(self._peers.exchange("whether pieces have changed", mine != self._known))
         if not changed:
             return
+        self._known = None  # until they are known to fit together
         pieces: dict[str, list[Piece]] = {}
         for of_rank in self._peers.exchange("pieces", mine):
             for name, piece in of_rank.items():

@@ -135,6 +135,16 @@ def test_the_thread_that_started_ray_stays_as_long_as_it():
     assert not ray.thread.is_alive() and not ray.gone.is_set()
 
 
+def test_a_ray_that_does_not_start_here_is_named(monkeypatch):
+    def init(**_):
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.init", init)
+    with pytest.raises(ConfigError, match=r"no Ray starts on this machine .*timed out during startup"):
+        joins()
+
+
 def test_without_ray_one_is_told_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install 'nearpolicy\[ray\]'"):

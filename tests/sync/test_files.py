@@ -245,3 +245,55 @@ def test_a_path_that_cannot_be_used_is_named(tmp_path):
     (tmp_path / "run").write_text("")
     with pytest.raises(SyncError, match=r"weights cannot be written to .*/run/00000001/model.safetensors"):
         ship(weights_of(0), sender)
+
+
+def test_a_version_that_could_not_be_written_is_no_base_for_the_next(tmp_path, monkeypatch):
+    sender, receiver = sender_in(tmp_path), FileReceiver("near")
+    assert shown(receiver, ship(weights_of(0, drifting(0)), sender))
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.fsync", full)
+        with pytest.raises(SyncError, match="cannot be written"):
+            ship(weights_of(1, drifting(1)), sender)
+    sent = ship(weights_of(2, drifting(2)), sender)
+    assert kinds(tmp_path)[3] == "delta"
+    assert shown(receiver, sent) == shown(FileReceiver("new"), sent) == sent.digests
+
+
+def test_after_another_dtype_changes_are_written_again(tmp_path):
+    sender, receiver = sender_in(tmp_path, anchor_every=16), FileReceiver("near")
+    for version, dtype in enumerate([torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16]):
+        weights = weights_of(version, drifting(version, dtype))
+        assert shown(receiver, ship(weights, sender)) == weights.digests
+    assert kinds(tmp_path) == {1: "full", 2: "full", 3: "delta", 4: "delta"}
+
+
+def test_ranks_that_exchange_pieces_of_one_shape_begin_with_an_anchor(tmp_path):
+    tensors = {"a": torch.randn(8, 300)}
+    held = cut_as_fsdp2(tensors, 2)
+    unknown = Weights(record=record_of(1, {}), tensors={}, digests={})
+    receiver = FileReceiver("near")
+
+    def act(rank, peers):
+        sender, found = sender_in(tmp_path, peers=peers), []
+        for mine in (rank, 1 - rank):
+            sent = ship(unknown, sender, held[mine])
+            found += [shown(receiver, sent)] if rank == 0 else []
+            peers.exchange("read", None)
+        return found
+
+    assert by_ranks(2, act)[0] == [digests(tensors)] * 2
+    assert kinds(tmp_path) == {1: "full", 2: "full"}
+
+
+def test_a_reader_that_was_killed_while_it_wrote_holds_up_nobody(tmp_path):
+    sender = sender_in(tmp_path, delta=False)
+    ship(weights_of(0), sender)
+    (tmp_path / "run/readers").mkdir(exist_ok=True)
+    (tmp_path / "run/readers/near.json.part").touch()
+    for version in range(1, 4):
+        ship(weights_of(version), sender)
+    assert set(kinds(tmp_path)) == {3, 4}

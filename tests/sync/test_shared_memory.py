@@ -13,7 +13,7 @@ from shipping_cases import by_ranks, forget, record_of, take, tensors_of, weight
 from nearpolicy.errors import SyncError
 from nearpolicy.models.weights import digests, fingerprint
 from nearpolicy.roles import Adapter, Weights
-from nearpolicy.sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from nearpolicy.sync.shared_memory import SharedMemoryReceiver, SharedMemorySender, _Segment
 from nearpolicy.sync.shipping import arrived, ship
 
 
@@ -177,3 +177,51 @@ def test_a_path_of_another_host_is_named(sender):
     Path(sent.shipment.place).unlink()
     with pytest.raises(SyncError, match="is this the learner's host"), arrived(sent, SharedMemoryReceiver()):
         pass
+
+
+def test_a_segment_of_another_size_takes_no_memory_beside_the_one_that_it_replaces(sender, tmp_path, monkeypatch):
+    create, held = _Segment.create.__func__, []
+
+    def watched(cls, path, size):
+        held.append(sum(os.fstat(file.fileno()).st_blocks for file in mapped))
+        return create(cls, path, size)
+
+    monkeypatch.setattr(_Segment, "create", classmethod(watched))
+    receiver, mapped = SharedMemoryReceiver(), []
+    for version, size in enumerate((1 << 20, 1 << 21, 1 << 19)):
+        weights = weights_of(version, {"a": torch.randn(size)})
+        sent = ship(weights, sender)
+        with open(sent.shipment.place, "rb") as file, arrived(sent, receiver) as here:
+            assert digests(here.tensors) == weights.digests
+            mapped.append(os.fdopen(os.dup(file.fileno()), "rb"))
+    assert held == [0, 8, 16]  # blocks of 512 bytes: a header each
+    for file in mapped:
+        file.close()
+
+
+def test_who_still_maps_a_segment_that_was_given_back_is_refused(sender):
+    sent = ship(weights_of(1), sender)
+    receiver = SharedMemoryReceiver()
+    with arrived(sent, receiver):
+        pass
+    ship(weights_of(2, {"a": torch.randn(1 << 16)}), sender)
+    with pytest.raises(SyncError, match="version 1 is not in shared memory any more"), arrived(sent, receiver):
+        pass
+
+
+def test_pieces_that_did_not_fit_once_are_planned_anew_the_next_time(tmp_path):
+    good, other = cut_as_fsdp2(tensors_of(1), 2), cut_as_fsdp2({"z": torch.randn(6, 2), **tensors_of(1)}, 2)
+    del other[1]["b.weight"]
+    unknown = Weights(record=record_of(1, {}), tensors={}, digests={})
+
+    def act(rank, peers):
+        sender = SharedMemorySender("run", peers=peers, folder=tmp_path)
+        ship(unknown, sender, good[rank])
+        with pytest.raises(SyncError, match="is held by nobody"):
+            ship(unknown, sender, other[rank])
+        sent = ship(unknown, sender, good[rank])
+        peers.exchange("sent", None)
+        sender.close()
+        return sent.digests
+
+    assert by_ranks(2, act) == [digests(tensors_of(1))] * 2

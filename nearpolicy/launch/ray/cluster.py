@@ -255,15 +255,21 @@ async def _init(ray: Any, config: RuntimeConfig, needed: Resources, ended: threa
     logging.getLogger("ray").setLevel(logging.ERROR)
     if config.address is None:
         cores = max(num_cores(), int(-(-needed.get("CPU", 0) // 1)))  # one machine may run more roles than it has cores
-        await _initialised(
-            ray,
-            ended,
-            address="local",
-            num_cpus=cores,
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            **quiet,
-        )
+        try:
+            await _initialised(
+                ray,
+                ended,
+                address="local",
+                num_cpus=cores,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                **quiet,
+            )
+        except Exception as error:  # Ray raises that, and nothing narrower, for processes of its own that do not start
+            raise ConfigError(
+                f"no Ray starts on this machine ({described(error)}). Try again when it is less busy; the files in "
+                "/tmp/ray/session_latest/logs say more"
+            ) from error
         return
     try:
         await _initialised(ray, ended, address=config.address, **quiet)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from nearpolicy.errors import SyncError
+from nearpolicy.models.weights import bytes_of
 from nearpolicy.roles import Shard, Shipment, VersionRecord, Weights
 from nearpolicy.sync.plan import Copy, dtype_called, slices
 from nearpolicy.sync.shipping import Alone, Peers, Route, digests_among, known_digests
@@ -55,7 +56,7 @@ class ObjectStoreSender:
             shards[copy.name].tensor.detach()[slices(copy.source)].to(dtypes[copy.name]).cpu().contiguous()
             for copy in copies
         ]
-        return torch.cat([torch.zeros(0, dtype=torch.uint8), *(piece.view(-1).view(torch.uint8) for piece in pieces)])
+        return torch.cat([torch.zeros(0, dtype=torch.uint8), *(bytes_of(piece) for piece in pieces)])
 
     def deliver(
         self, shipment: Shipment, members: Sequence[str], awaited: Sequence[str] | None = None
@@ -92,7 +93,7 @@ class ObjectStoreReceiver:
 
 def assembled(shipment: Shipment, parts: Sequence[tuple[Any, Sequence[Copy]]]) -> dict[str, Tensor]:
     """Whole tensors: of one part the memory itself, else a copy."""
-    whole: dict[str, Tensor] = {}
+    whole = {e.name: torch.empty(e.shape, dtype=dtype_called(e.dtype)) for e in shipment.entries if not e.nbytes}
     entries = {entry.name: entry for entry in shipment.entries}
     for packed, copies in parts:
         offset = 0
