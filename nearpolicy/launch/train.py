@@ -47,7 +47,9 @@ def command(
     report = write_report(run.session.folder.path)
     print(closing_words(summary))
     print(f"report: {place(report)}")
-    if run.session.stop_requested:
+    folder = run.session.folder
+    if run.session.stop_requested and _steps_done(folder) < run.session.config.run.steps:
+        print(f"go on with: nearpolicy train --resume {place(folder.path)}")
         sys.exit(INTERRUPTED)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nearpolicy.learner.ranks import Together
 from nearpolicy.models.policy import PolicyModel
+from nearpolicy.models.weights import bytes_of
 
 FILE_BYTES = 2 << 30
 """Weights collected for one file of a model."""
@@ -117,4 +118,4 @@ def write_one_file(
     with path.open("wb") as file:
         file.write(len(told).to_bytes(8, "little") + told)
         for _, tensor in tensors:
-            file.write(memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))
+            file.write(memoryview(bytes_of(tensor.detach().cpu().contiguous()).numpy()))

@@ -28,16 +28,12 @@ def blocks_of(target: Tensor, source: Tensor) -> list[Block]:
         return [(target, source)]
     on_cpu = target.device.type == source.device.type == "cpu"
     if on_cpu and target.dtype == source.dtype:  # numpy: torch would begin a pool of more threads in each thread
-        there, here = _bytes(target), _bytes(source)
+        there, here = bytes_of(target).numpy(), bytes_of(source).numpy()
         if there.size <= _BLOCK:
             return [(there, here)]
         return [(there[at : at + _BLOCK], here[at : at + _BLOCK]) for at in range(0, there.size, _BLOCK)]
     size = _BLOCK // target.element_size()
     return list(zip(target.view(-1).split(size), source.view(-1).split(size), strict=True))
-
-
-def _bytes(tensor: Tensor) -> np.ndarray:
-    return bytes_of(tensor).numpy()
 
 
 def copy_blocks(blocks: Iterable[Block], threads: int) -> None:

@@ -295,7 +295,7 @@ HALVES = ("runtime.gpus_per_learner=0.5", "runtime.gpus_per_generator=0.5")
     ],
 )
 def test_a_rank_keeps_two_buckets_where_it_hands_weights_over_and_its_generator_nothing_more(settings, mb):
-    assert rank(*settings).certain.get("weights that are handed over") == mb
+    assert rank(*settings).certain.get("weights handed over") == mb
     assert generator_memory(config(*settings), SHAPE).certain == generator_memory(config(*COLOCATED), SHAPE).certain
 
 

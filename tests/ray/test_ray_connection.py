@@ -9,7 +9,7 @@ import pytest
 from ray.exceptions import RayActorError
 
 from nearpolicy.errors import ConfigError, EngineError
-from nearpolicy.launch.ray.calls import Place
+from nearpolicy.launch.ray.calls import Place, why_lost
 from nearpolicy.launch.ray.cluster import Cluster
 from nearpolicy.launch.ray.runtime import AnyMember
 from nearpolicy.launch.ray.transports import Whereabouts, chosen, require_reached
@@ -152,3 +152,21 @@ def test_handles_between_devices_are_refused_before_anything_is_loaded(ranks, ge
         number = len(ranks.split()) - 1
         _, there = colocated("device_handles", ranks, generators)
         require_reached("device_handles", number, there.generators[number], there.ranks)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (
+            "The actor died unexpectedly before finishing this task.\n\tclass_name: Generator\n\tactor_id: 725c\n"
+            "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
+            "Worker unexpectedly exits with a connection error code 2. End of file. Some common causes: (1) OOM",
+            "its worker process has died",
+        ),
+        ("\tpid: 12\nThe actor is dead because it was killed by `ray.kill`.", "it was killed by `ray.kill`"),
+        ("The actor is unavailable", "RuntimeError: The actor is unavailable"),
+        ("x" * 1000, f"RuntimeError: {'x' * 117}..."),
+    ],
+)
+def test_of_what_ray_says_of_a_dead_actor_the_cause_is_told(text, wanted):
+    assert why_lost(RuntimeError(text)) == wanted
