@@ -238,6 +238,13 @@ def test_check_of_a_local_run_with_ray_says_who_lives_where(capsys):
     assert "\nmemory\n" not in out
 
 
+def test_check_says_what_else_a_run_of_this_machine_needs(capsys):
+    alone = "without 8 GPU a run is refused (runtime.address: join a cluster)"
+    assert alone in told(capsys, str(RECIPES / "cluster_8gpu.yaml"))
+    assert alone not in told(capsys, str(RECIPES / "cluster_8gpu.yaml"), "runtime.address=auto")
+    assert "GPU" not in told(capsys, str(RECIPES / "tiny.yaml"), "runtime=ray")
+
+
 def test_check_says_where_the_controller_lives(capsys):
     assert "the process that is started" in told(capsys, str(RECIPES / "tiny.yaml"), "runtime=ray")
     out = told(capsys, str(RECIPES / "tiny.yaml"), "runtime={kind: ray, controller: actor}")

@@ -17,6 +17,7 @@ import pytest
 
 from nearpolicy.config import load_recipe
 from nearpolicy.launch import cli
+from nearpolicy.launch.supervised import Supervised
 from nearpolicy.launch.train import closing_words
 from nearpolicy.models.loading import resolve
 from nearpolicy.records import Fate
@@ -378,7 +379,7 @@ def test_ctrl_c_once_finishes_the_step_saves_and_ends_with_130(recipe):
     finally:
         run.kill()
     assert run.returncode == 130, (out, err)
-    assert "stopping after this step" in err
+    assert "stopping after this step" in err and f"go on with: nearpolicy train --resume {folder}" in out
     assert "Traceback" not in err + out
     summary = json.loads((folder / "summary.json").read_text())
     assert 1 <= summary["steps"] < summary["steps_asked"] == 500
@@ -387,6 +388,19 @@ def test_ctrl_c_once_finishes_the_step_saves_and_ends_with_130(recipe):
     with RunReader(folder) as reader:
         assert len(reader.steps()) == summary["steps"]
         assert sum(reader.ledger().values()) == sum(item.rollout.num_sampled for item in reader.rollouts())
+
+
+def test_ctrl_c_that_comes_when_all_steps_are_done_changes_nothing(recipe, monkeypatch):
+    whole = Supervised.run
+
+    def run(self):
+        summary = whole(self)
+        self.session.stop()
+        return summary
+
+    monkeypatch.setattr(Supervised, "run", run)
+    status, out, err = command_line("train", recipe, f"run.dir={recipe.parent / 'late'}", "run.steps=1")
+    assert (status, "go on with" in out) == (0, False), (out, err)
 
 
 def test_ctrl_c_twice_ends_at_once(recipe):

@@ -6,11 +6,12 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 
 from nearpolicy.errors import ConfigError, EngineError
 from nearpolicy.launch.ray.calls import Place, why_lost
 from nearpolicy.launch.ray.cluster import Cluster
+from nearpolicy.launch.ray.generators import GeneratorMember
 from nearpolicy.launch.ray.runtime import AnyMember
 from nearpolicy.launch.ray.transports import Whereabouts, chosen, require_reached
 from nearpolicy.placement import RuntimeConfig
@@ -67,6 +68,30 @@ def test_a_look_that_goes_wrong_is_an_error_of_the_look():
 def test_a_look_at_nobody_ends_by_name():
     with pytest.raises(EngineError, match="no generator could be looked at"):
         look_at(patience_s=0.01)
+
+
+class Dead:
+    """An actor."""
+
+    def __init__(self, error: Exception) -> None:
+        self.do = SimpleNamespace(remote=self._answer)
+        self._error = error
+
+    async def _answer(self, verb, *arguments):
+        raise self._error
+
+
+@pytest.mark.parametrize("verb", ["submit_many", "abort_many", "collect", "pause", "sleep", "resume", "load"])
+def test_whoever_asks_a_dead_generator_hears_of_an_engine_and_errors_of_a_call_stay_what_they_are(verb):
+    arguments = {"submit_many": ([],), "abort_many": ([1],), "collect": (0.1,), "load": (None,)}.get(verb, ())
+
+    def ask(error: Exception) -> None:
+        asyncio.run(getattr(GeneratorMember("generator 0", Dead(error), None), verb)(*arguments))
+
+    with pytest.raises(EngineError):
+        ask(RayActorError())
+    with pytest.raises(RayTaskError):
+        ask(RayTaskError("do", "traceback", ValueError("wrong")))
 
 
 def place(node: str, device: str | None = None) -> Place:

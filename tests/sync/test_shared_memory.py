@@ -225,3 +225,15 @@ def test_pieces_that_did_not_fit_once_are_planned_anew_the_next_time(tmp_path):
         return sent.digests
 
     assert by_ranks(2, act) == [digests(tensors_of(1))] * 2
+
+
+def test_a_segment_that_is_used_again_takes_other_tensors_of_the_same_size(sender):
+    receiver, paths = SharedMemoryReceiver(), set()
+    layouts = [{"a": (8, 4), "b": (2, 3)}, {"b": (2, 3), "a": (8, 4)}, {"b": (3, 2), "c": (4, 8)}]
+    for version, shapes in enumerate(layouts):
+        weights = weights_of(version, {name: torch.randn(shape) for name, shape in shapes.items()})
+        sent = ship(weights, sender)
+        paths.add(sent.shipment.place)
+        with arrived(sent, receiver) as here:
+            assert digests(here.tensors) == weights.digests
+    assert len(paths) == 1

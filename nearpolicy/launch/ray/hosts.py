@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 class Loaded:
     """A model that has been found fit."""
 
-    place: Place
     mode: str
     """The numerics that are to be had there: exact or fast."""
     numerics: Any
@@ -141,7 +140,6 @@ class _Role:
         self._words = build.Words.of(self._config)
         model = self._model = build.load_model(self._config, self._words, self._say, in_pieces=self._in_pieces)
         return Loaded(
-            place=here(),
             mode=model.mode,
             numerics=model.numerics,
             bound=bound_of(model.mode, model.policy, narrow=self._config.generator.weights != "same"),

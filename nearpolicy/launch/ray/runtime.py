@@ -282,20 +282,20 @@ class RayRuntime:
         self._generator_places[place] = where
         if self._shape is not None:
             require_memory(self._config, self._shape, [], [where], self._transport)
-        self._require_as_exact(name, await self._load_generator(place))
+        self._require_as_exact(name, where, await self._load_generator(place))
         return await self._member(place, actor)
 
     def _end_generator(self, place: int) -> None:
         self._generator_places.pop(place, None)
         self._cluster.kill(self._generators.get(place))
 
-    def _require_as_exact(self, name: str, loaded: Loaded) -> None:
+    def _require_as_exact(self, name: str, where: Place, loaded: Loaded) -> None:
         """`ConfigError` for a node where the numerics of the run are not to be had."""
         rule, found = self._rule, loaded.numerics
         weaker = found.min_rows > rule.min_rows or found.max_threads < rule.max_threads
         if self._mode == "exact" and (loaded.mode != "exact" or weaker):
             raise ConfigError(
-                f"{name} on {loaded.place.node}: its processor does not give the bits of the others; set "
+                f"{name} on {where.node}: its processor does not give the bits of the others; set "
                 "run.numerics: fast to mix kinds of machines"
             )
 
