@@ -229,7 +229,7 @@ def test_pieces_that_did_not_fit_once_are_planned_anew_the_next_time(tmp_path):
 
 def test_a_segment_that_is_used_again_takes_other_tensors_of_the_same_size(sender):
     receiver, paths = SharedMemoryReceiver(), set()
-    layouts = [{"a": (8, 4), "b": (2, 3)}, {"b": (2, 3), "a": (8, 4)}, {"b": (3, 2), "c": (4, 8)}]
+    layouts = [{"a": (8, 4), "b": (2, 16)}, {"b": (2, 16), "a": (8, 4)}, {"b": (16, 2), "c": (4, 8)}]
     for version, shapes in enumerate(layouts):
         weights = weights_of(version, {name: torch.randn(shape) for name, shape in shapes.items()})
         sent = ship(weights, sender)
