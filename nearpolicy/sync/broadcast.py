@@ -102,11 +102,14 @@ class BroadcastSender:
         self._group: Group | None = None
         self._names: tuple[str, ...] = ()
         self._number = self._issued = self._serial = 0
+        self._table: _Table | None = None
+        """Of the last shipment, until nobody will begin to broadcast it."""
         self._buffers: list[Tensor] = []
         self._shards: Mapping[str, Shard] = {}
         self._store, self._address = store_of_ranks(self._peers, host, timeout_s)
 
     def send(self, record: VersionRecord, shards: Mapping[str, Shard], digests: Mapping[str, str]) -> Shipment:
+        self._let_go()
         self._route.update(shards)
         self._shards = shards
         entries = self._route.entries
@@ -115,6 +118,7 @@ class BroadcastSender:
         known = known_digests(self._peers, digests, shards, self._wire)
         digests = known or digests_among(self._peers, self._route, shards)
         self._serial += 1
+        self._table = _Table(self._store, self._serial)
         return Shipment(
             transport="broadcast",
             lineage=record.lineage,
@@ -129,13 +133,20 @@ class BroadcastSender:
     def deliver(self, shipment: Shipment, members: Sequence[str], awaited: Sequence[str] | None = None) -> list[str]:
         """Who has got all of it. ``awaited``: those among ``members`` whom the group waits for; the others come along
         if they are here in time. `SyncError` if nobody has."""
-        if shipment.place.serial != self._serial:
+        if shipment.place.serial != self._serial or self._table is None:
             raise SyncError(f"version {shipment.version} cannot be broadcast any more, the learner has gone on")
-        table = _Table(self._store, shipment)
+        try:
+            return self._delivered(shipment, self._table, members, members if awaited is None else awaited)
+        finally:
+            self._let_go()
+
+    def _delivered(
+        self, shipment: Shipment, table: _Table, members: Sequence[str], awaited: Sequence[str]
+    ) -> list[str]:
         deadline = time.monotonic() + self._timeout_s
         reason = "no generator was there to receive it"
         for attempt in range(_ATTEMPTS):
-            names = self._agreed(table, attempt, members, members if awaited is None else awaited, deadline)
+            names = self._agreed(table, attempt, members, awaited, deadline)
             if not names:
                 break
             failure = self._broadcast(names, table)
@@ -153,8 +164,15 @@ class BroadcastSender:
         return done
 
     def close(self) -> None:
+        self._let_go()
         self._drop()
         self._shards, self._buffers = {}, []
+
+    def _let_go(self) -> None:
+        """Receivers that still wait for the last shipment hear that it does not come; they have the next one to take."""
+        if self._table is not None and self._peers.rank == 0:
+            self._table.name_no_more()
+        self._table = None
 
     def _agreed(
         self, table: _Table, attempt: int, members: Sequence[str], awaited: Sequence[str], deadline: float
@@ -244,9 +262,9 @@ _ATTEMPTS = 4
 class _Table:
     """Who is here, who makes up the group, who is done: the keys of one shipment in the store."""
 
-    def __init__(self, store: dist.Store, shipment: Shipment) -> None:
+    def __init__(self, store: dist.Store, serial: int) -> None:
         self._all = store
-        self._store = dist.PrefixStore(f"shipment/{shipment.place.serial}", store)
+        self._store = dist.PrefixStore(f"shipment/{serial}", store)
 
     def store_of_group(self, number: int) -> dist.Store:
         return dist.PrefixStore(f"group/{number}", self._all)
@@ -267,6 +285,12 @@ class _Table:
 
     def name_group(self, attempt: int, names: list[str], number: int) -> None:
         self._store.set(f"{attempt}/group", json.dumps([names, number]))
+
+    def name_no_more(self) -> None:
+        """In every attempt that is left: nobody."""
+        for attempt in range(_ATTEMPTS):
+            if not self._has(f"{attempt}/group"):
+                self.name_group(attempt, [], 0)
 
     def group(self, attempt: int, wait_s: float) -> tuple[tuple[str, ...], int]:
         """Waits until it is named."""
@@ -327,7 +351,7 @@ class BroadcastReceiver:
 
     def _fetch(self, shipment: Shipment) -> None:
         place: Place = shipment.place
-        table = _Table(self._at(place), shipment)
+        table = _Table(self._at(place), place.serial)
         reason = ""
         for attempt in range(_ATTEMPTS):
             try:

@@ -189,6 +189,11 @@ def test_handles_between_devices_are_refused_before_anything_is_loaded(ranks, ge
             "its worker process has died",
         ),
         ("\tpid: 12\nThe actor is dead because it was killed by `ray.kill`.", "it was killed by `ray.kill`"),
+        (
+            "The actor 2178c1b4 is unavailable: The actor is temporarily unavailable: RpcError: RPC error: failed to "
+            "connect to all addresses. The task may or may not have been executed on the actor.",
+            "it cannot be reached",
+        ),
         ("The actor is unavailable", "RuntimeError: The actor is unavailable"),
         ("x" * 1000, f"RuntimeError: {'x' * 117}..."),
     ],

@@ -119,6 +119,31 @@ def test_without_receivers_the_delivery_ends_after_a_quarter_of_its_time():
     sender.close()
 
 
+def test_a_generator_that_waits_for_a_version_that_is_over_is_let_go_and_takes_the_next_one(helper):
+    """As one that joins does, when the learner takes a step before it can broadcast the version once more."""
+    sender = sender_of(timeout_s=400.0)  # a receiver that waits on would be seen
+    waits = helper.ask(taken, "o0", ship(weights_of(1), sender))
+    weights = weights_of(2)
+    sent = ship(weights, sender)
+    with pytest.raises(SyncError, match="version 1 went on without this generator"):
+        waits.result(60)
+    got, answers = delivered(sender, sent, [helper], ["o0"])
+    assert got == ["o0"] and answers[0].result(60) == weights.digests
+    helper.do(forget, "o0")
+    sender.close()
+
+
+def test_once_a_delivery_is_over_nobody_waits_for_another_attempt(helper):
+    sender = sender_of()
+    sent = ship(weights_of(1), sender)
+    answer = helper.ask(taken, "f0", sent)
+    assert sender.deliver(sent.shipment, ["f0"]) == ["f0"] and answer.result(60) == weights_of(1).digests
+    table = broadcast._Table(sender._store, sent.shipment.place.serial)
+    assert [table.group(attempt, 0.1) for attempt in range(1, 4)] == [((), 0)] * 3
+    helper.do(forget, "f0")
+    sender.close()
+
+
 def test_members_that_are_not_waited_for_come_along_if_they_are_here(helper):
     sender = sender_of(timeout_s=400.0)  # waiting for the missing one would be seen
     weights = weights_of(1)

@@ -63,6 +63,7 @@ def failure(error: Exception) -> Answer:
 
 
 _BECAUSE = re.compile(r"\bbecause (it.+?)(?:\.(?:\s|$)|\n|$)")
+_UNREACHED = re.compile(r"^The actor \w+ is unavailable: ")
 
 
 def why_lost(error: BaseException, limit: int = 120) -> str:
@@ -70,6 +71,8 @@ def why_lost(error: BaseException, limit: int = 120) -> str:
     with contextlib.suppress(Exception):
         if found := _BECAUSE.search(str(error)):
             return found[1]
+        if _UNREACHED.match(str(error)):
+            return "it cannot be reached"
     return described(error, limit)
 
 
