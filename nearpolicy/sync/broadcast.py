@@ -169,7 +169,7 @@ class BroadcastSender:
         self._shards, self._buffers = {}, []
 
     def _let_go(self) -> None:
-        """Receivers that still wait for the last shipment hear that it does not come; they have the next one to take."""
+        """Receivers that still wait for the last shipment hear that it does not come: there is a next one to take."""
         if self._table is not None and self._peers.rank == 0:
             self._table.name_no_more()
         self._table = None
