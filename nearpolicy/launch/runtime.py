@@ -91,6 +91,10 @@ class Runtime(Protocol):
         """MiB by owner, of what is held for the whole run."""
         ...
 
+    async def peaks(self) -> dict[str, float]:
+        """MiB by role: the most that its process has held so far, where it is another one than this."""
+        ...
+
     async def stop(self) -> None:
         """Ends generator and learner, and changes nothing the second time."""
         ...
@@ -180,6 +184,9 @@ class InlineRuntime:
         from nearpolicy.launch import build
 
         return build.engine_memory(self._engine.engine) | build.learner_memory(self._learner.inner)
+
+    async def peaks(self) -> dict[str, float]:
+        return {}
 
     async def close(self) -> None:
         await self.stop()

@@ -302,7 +302,7 @@ class Session:
         await self._save()  # first of all: the evaluation may take long, and a person may not wait for it
         after = await self._evaluate_alone(steps)
         times = {"wall_s": wall_s, "setup_s": setup_s, "evaluation_s": self._evaluation_s}
-        return self._sum_up(before, after, steps, times)
+        return self._sum_up(before, after, steps, times, await self.runtime.peaks())
 
     def _environment(self) -> Bounded:
         from nearpolicy.environments.single_turn import Bounded, SingleTurn
@@ -633,7 +633,9 @@ class Session:
         if self.on_step is not None:
             self.on_step(step, metrics)
 
-    def _sum_up(self, before: Any, after: Any, steps: int, times: Mapping[str, float]) -> dict[str, Any]:
+    def _sum_up(
+        self, before: Any, after: Any, steps: int, times: Mapping[str, float], peaks: Mapping[str, float]
+    ) -> dict[str, Any]:
         self.telemetry.flush()
         self.store.flush()
         with RunReader(self.folder.path) as run:
@@ -654,6 +656,7 @@ class Session:
             "ended": "finished" if steps == config.run.steps else "stopped",
             **{name: round(seconds, 2) for name, seconds in times.items()},
             "peak_memory_mb": round(peak_memory_mb(), 1),
+            "roles_peak_memory_mb": {role: round(size, 1) for role, size in peaks.items()},
             "memory_mb": {owner: round(size, 1) for owner, size in self.memory.items()},
             "helper_processes_mb": [round(size, 1) for size in helpers_peak_memory_mb()],
             "numerics": self.runtime.numerics,

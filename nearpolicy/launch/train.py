@@ -141,6 +141,15 @@ class StepLine:
         print(" ".join([f"{step:>4} {version:>7}", *cells]), flush=True)
 
 
+def peaks_by_kind(summary: Mapping[str, Any]) -> str:
+    """``learner 812 MB, generator 640 MB``: of each kind of role that had processes of its own, the largest."""
+    largest: dict[str, float] = {}
+    for role, size in summary.get("roles_peak_memory_mb", {}).items():
+        kind = role.rpartition(" ")[0]
+        largest[kind] = max(size, largest.get(kind, 0.0))
+    return ", ".join(f"{kind} {size:,.0f} MB" for kind, size in largest.items())
+
+
 def closing_words(summary: Mapping[str, Any]) -> str:
     """The few lines a person reads at the end."""
     from nearpolicy.evaluate.metrics import wilson_interval
@@ -155,6 +164,8 @@ def closing_words(summary: Mapping[str, Any]) -> str:
         f"{steps} in {summary['wall_s']:.0f} s of training (set-up {summary['setup_s']:.0f} s), "
         f"peak memory {summary['peak_memory_mb']:.0f} MB, numerics {summary['numerics']}"
     ]
+    if peaks := peaks_by_kind(summary):
+        lines.append(f"peak memory of other processes: {peaks}")
     for when in ("before", "after"):
         found = summary["held_out"][when]
         if not found:

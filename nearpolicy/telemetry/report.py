@@ -364,7 +364,7 @@ def _cards(
     cards.append(("steps", str(len(run.steps())), f"{len(run.versions())} versions"))
     if summary:
         cards.append(("wall time", _duration(summary["wall_s"]), "training"))
-        cards.append(("peak memory", f"{summary['peak_memory_mb'] / 1024:.1f} GB", "this process"))
+        cards.append(("peak memory", f"{summary['peak_memory_mb'] / 1024:.1f} GB", "main process"))
     ledger = run.ledger()
     sampled = sampled_tokens(ledger)
     trained = ledger.get(Fate.TRAINED, 0)

@@ -96,7 +96,7 @@ def test_a_run_prints_its_folder_a_line_per_step_and_what_it_reached(finished):
     assert f"report: {folder / 'report.html'}" in out
 
 
-def test_closing_words_say_what_was_not_judged():
+def test_closing_words_say_what_was_not_judged_and_what_memory_each_kind_of_process_took():
     some = {"accuracy": 0.5, "correct": 1, "count": 2, "not_judged": 3}
     none = {"accuracy": None, "correct": 0, "count": 0, "not_judged": 5}
     words = closing_words(
@@ -105,6 +105,7 @@ def test_closing_words_say_what_was_not_judged():
             "wall_s": 1.0,
             "setup_s": 1.0,
             "peak_memory_mb": 9.0,
+            "roles_peak_memory_mb": {"learner 0": 20.0, "learner 1": 1021.0, "generator 0": 12.4},
             "numerics": "exact",
             "held_out": {"before": some, "after": none},
             "ledger": {"trained": 300, "masked": 100, "lost": 0, "replayed": 20},
@@ -113,6 +114,8 @@ def test_closing_words_say_what_was_not_judged():
             "steps_s": 3.0,
         }
     )
+    assert "peak memory 9 MB, " in words
+    assert "peak memory of other processes: learner 1,021 MB, generator 12 MB" in words
     assert re.search(r"held out before: 50\.0% \(1 of 2, .*\), 3 not judged$", words, re.M)
     assert "held out after:  no answer could be judged, 5 not judged" in words
     assert [line.split() for line in words.splitlines()[-8:-1]] == [

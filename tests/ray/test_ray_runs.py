@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import time
 from pathlib import Path
@@ -134,8 +135,14 @@ def test_ranks_give_the_loss_curve_of_one(actors):
 def test_weights_arrive_as_they_were_sent_whatever_the_way(actors, transport, tmp_path):
     path = (f"sync.path={tmp_path}/weights", "sync.anchor_every=2") if transport == "files" else ()
     alone("inline")
-    train("ray", "runtime=ray", "generator.replicas=2", f"sync.transport={transport}", *path)
+    said: list[str] = []
+    done = train("ray", "runtime=ray", "generator.replicas=2", f"sync.transport={transport}", *path, said=said)
     assert fingerprints("ray") == fingerprints("inline")
+    assert said[0] == "Ray starts on this machine"
+    assert f"1 rank of the learner and 2 generators on 1 node; weights go by {transport}" in said
+    peaks = json.loads(done.folder.summary.read_text())["roles_peak_memory_mb"]
+    assert set(peaks) == {"learner 0", "generator 0", "generator 1", "verifier 0"}
+    assert all(20 < peak < 4000 for peak in peaks.values()), peaks
 
 
 def test_pieces_of_several_ranks_go_through_the_object_store(actors):

@@ -24,7 +24,7 @@ from nearpolicy.config import RunConfig
 from nearpolicy.launch.ray.calls import Answer, Diary, Events, Place, answered, failure, here
 from nearpolicy.launch.ray.parcels import Keeper, RayParcel, Sent, awaited, received
 from nearpolicy.launch.ray.used import Used, told_rows
-from nearpolicy.machine import prepare_environment
+from nearpolicy.machine import peak_memory_mb, prepare_environment
 from nearpolicy.roles import Shipment, Weights
 
 if TYPE_CHECKING:
@@ -59,6 +59,9 @@ class Process:
 
     async def here(self) -> Place:
         return here()
+
+    async def peak_memory_mb(self) -> float:
+        return peak_memory_mb()
 
     async def become(self, folder: str, kind: type, *arguments: Any) -> None:
         """``folder``: that the recipe's relative paths begin in, where it exists on this node."""

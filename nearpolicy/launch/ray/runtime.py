@@ -37,6 +37,7 @@ from nearpolicy.launch.ray.transports import Whereabouts, chosen, require_reache
 from nearpolicy.launch.ray.verifiers import Demand, VerifierPools
 from nearpolicy.launch.runtime import Functions, RunVerifier, Say
 from nearpolicy.launch.sizes import model_shape
+from nearpolicy.launch.words import count
 from nearpolicy.machine import collect_garbage_rarely
 from nearpolicy.placement import Rooms
 from nearpolicy.store.folder import RunFolder
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
 
 LOOKS_EVERY_S = 0.2
 """For a generator, while none is there."""
+PEAKS_WITHIN_S = 5.0
+"""A role that does not say in this time what memory it had is left out."""
 
 
 class RayRuntime:
@@ -92,7 +95,8 @@ class RayRuntime:
     async def _connected(self) -> Cluster:
         async with self._connecting:
             if self._cluster is None:
-                rooms = self._rooms
+                rooms, address = self._rooms, self._config.runtime.address
+                self._say("Ray starts on this machine" if address is None else f"joining the Ray cluster at {address}")
                 cluster = await Cluster.connect(self._config.runtime, rooms.total)
                 self._cluster = cluster
                 await cluster.make_room(rooms.bundles)
@@ -140,10 +144,18 @@ class RayRuntime:
         require_same_versions([*at_ranks, *at_generators])
         self._rank_places, self._generator_places = at_ranks, dict(enumerate(at_generators))
         self._transport = chosen(self._config, self._whereabouts())
+        self._say(self._placed())
         if (shape := self._shape) is not None:
             require_memory(self._config, shape, at_ranks, at_generators, self._transport)
         found = await asyncio.gather(*map(self._load_rank, ranks), *map(self._load_generator, replicas))
         self._settle_numerics(found)
+
+    def _placed(self) -> str:
+        """Who is where, in a line."""
+        there = self._whereabouts()
+        nodes = len({place.node_id for place in there.everybody})
+        ranks, generators = count(len(there.ranks), "rank"), count(len(there.generators), "generator")
+        return f"{ranks} of the learner and {generators} on {count(nodes, 'node')}; weights go by {self._transport}"
 
     async def _places_of(self, actors: Iterable[Any]) -> list[Place]:
         return await asyncio.gather(*(self._started("an actor to begin", each.here.remote()) for each in actors))
@@ -345,6 +357,14 @@ class RayRuntime:
         engine, learner = await asyncio.gather(self._any.examine(build.engine_memory), self._learner.memory())
         return engine | learner
 
+    async def peaks(self) -> dict[str, float]:
+        """Of those that are there and answer."""
+        actors = {f"learner {rank}": actor for rank, actor in enumerate(self._ranks)}
+        actors |= {name_of(place): actor for place, actor in self._generators.items()}
+        actors |= {f"verifier {place}": actor for place, actor in self._verifiers.items()}
+        peaks = await asyncio.gather(*map(_peak_of, actors.values()))
+        return {name: peak for name, peak in zip(actors, peaks, strict=True) if peak is not None}
+
     async def stop(self) -> None:
         fleet, self._fleet = self._fleet, None
         if fleet is not None:
@@ -390,6 +410,16 @@ class AnyMember:
                         await asyncio.sleep(LOOKS_EVERY_S)
         except TimeoutError:
             raise EngineError(f"no generator could be looked at for {limit:g} s (runtime.start_timeout_s)") from None
+
+
+async def _peak_of(actor: Any) -> float | None:
+    from ray.exceptions import RayError
+
+    try:
+        async with asyncio.timeout(PEAKS_WITHIN_S):
+            return await actor.peak_memory_mb.remote()
+    except (RayError, TimeoutError):
+        return None
 
 
 def _place(name: str) -> int:
