@@ -20,16 +20,16 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from nearpolicy.errors import RolloutsError, StandstillError
-from nearpolicy.records import Admission, Fate, Group, Position, Prompt
+from nearpolicy.records import Admission, Fate, Group, Position
 from nearpolicy.roles import PromptSource, RunStore, Slot
 from nearpolicy.rollout_queue.config import hopeless_after
 from nearpolicy.rollout_queue.ledger import Ledger, State
+from nearpolicy.rollout_queue.pace import NEVER_WAITS, WAITS_TOO_LONG, Pace
+from nearpolicy.rollout_queue.prompts import Asked, PromptLine
 from nearpolicy.waits import waiting
 
 ENDED = "the run ended before a step used it"
 _NOTHING: Mapping[int, int] = MappingProxyType({})
-NEVER_WAITS, WAITS_TOO_LONG = 0.01, 0.05
-"""Shares of the learner's time: below the first it is the bottleneck, above the second generation is."""
 
 
 class StalenessBoundedQueue:
@@ -79,18 +79,9 @@ class StalenessBoundedQueue:
         """Groups of steps that were rolled back."""
         self._adaptive = adaptive
         self._fewest_slots = fewest_slots
-        self._clock = clock
-        self._waited_s = 0.0
-        """The learner, for batches, since the last publication."""
-        self._published_at = clock()
-        self._requeues = requeue
+        self._pace = Pace(clock)
+        self._prompts = PromptLine(prompts, requeues=requeue)
         self._give_up = give_up or (lambda admission, reason: None)
-        self._again: deque[tuple[int, Prompt]] = deque()
-        """Prompts whose groups have expired and that are to be admitted once more, with their places in the data."""
-        self._next_prompt_index = 0
-        """Place in the data of the next prompt that nobody has asked for."""
-        self._prompt_of: dict[int, tuple[int, Prompt]] = {}
-        """Of admissions that run or are ready, where their prompts may be needed again."""
         self._begin_anew: dict[int, Admission] = {}
         """By index: admissions that hold a slot and wait to be handed out once more."""
         self._expired_running: dict[int, str] = {}
@@ -104,7 +95,6 @@ class StalenessBoundedQueue:
         self.num_filtered = 0
         """Groups filtered since the start of the run."""
         self._ledger = ledger
-        self._prompts = prompts
         self._store = store
         self._seed = seed
         self._num_groups = num_groups
@@ -118,7 +108,6 @@ class StalenessBoundedQueue:
         self._num_taken = 0
         self._between_steps = False
         """A step is done, and neither is it published nor has the next one begun."""
-        self._data_ended = False
         self._closed = False
         self.num_failed = 0
         """Groups that failed since the start of the run."""
@@ -145,11 +134,8 @@ class StalenessBoundedQueue:
         for admission in found.unfinished:
             self._anew(admission, versions[admission.index])
         self._groups = {group.index: group for group in found.ready}
-        if self._requeues:
-            asked = (*found.unfinished, *(group.admission for group in found.ready))
-            self._prompt_of = {admission.index: (admission.place, admission.prompt) for admission in asked}
-            self._again.extend((admission.place, admission.prompt) for admission in found.expired_prompts)
-        self._next_prompt_index = found.num_prompts
+        unfinished = (*found.unfinished, *(group.admission for group in found.ready))
+        self._prompts.restore(found.num_prompts, unfinished, found.expired_prompts)
         self._num_taken, self.num_undone = found.num_consumed, found.num_undone
         self.num_failed, self.num_expired = found.num_failed, found.num_expired
         self.num_filtered, self._reasons = found.num_filtered, dict(found.filtered)
@@ -159,44 +145,37 @@ class StalenessBoundedQueue:
         self.expire()
 
     async def reserve(self) -> Slot | None:
-        while (prompt := await self._next_prompt()) is None:
+        while (asked := await self._next_prompt()) is None:
             if self._no_more:
                 return None
             if self._may_begin_anew:
                 admission = self._begin_anew.pop(min(self._begin_anew))
                 self._emit("admit", admission=admission.index, version=admission.version)
                 return Slot(admission=admission)
-        place, text = prompt
         held = self._ledger.admit()
-        if self._requeues:
-            self._prompt_of[held.index] = prompt
+        self._prompts.admitted(held.index, asked)
         admission = Admission(
             index=held.index,
-            prompt=text,
+            prompt=asked.prompt,
             seed=self._seed,
             version=held.version,
-            prompt_index=None if place == held.index else place,
+            prompt_index=None if asked.place == held.index else asked.place,
         )
         self._store.admitted(admission)
         self._emit("admit", admission=held.index, version=held.version)
         return Slot(admission=admission)
 
-    async def _next_prompt(self) -> tuple[int, Prompt] | None:
-        """With its place in the data. Waits until it may be admitted; None if there is none at the moment, or if an
-        admission that begins anew comes first."""
+    async def _next_prompt(self) -> Asked | None:
+        """Waits until it may be admitted; None if there is none at the moment, or if an admission that begins anew
+        comes first."""
         with waiting("a producer", "a free slot"):
             await self._until_admitted()
         if self._no_more or self._may_begin_anew:
             return None
-        if self._again:
-            return self._again.popleft()
-        prompt = self._prompts.prompt(self._next_prompt_index)
-        if prompt is None:
-            self._data_ended = True
+        asked = self._prompts.next()
+        if asked is None:
             self._wake()
-            return None
-        self._next_prompt_index += 1
-        return self._next_prompt_index - 1, prompt
+        return asked
 
     def fill(self, slot: Slot, group: Group) -> None:
         index = slot.admission.index
@@ -241,7 +220,7 @@ class StalenessBoundedQueue:
         if index in self._groups:  # no slot is free for it, and no producer has anything to hear
             self._changed.set()
             return
-        self._prompt_of.pop(index, None)
+        self._prompts.finished(index)
         self._wake()
 
     async def peek(self, count: int, known: int) -> Sequence[Group]:
@@ -267,17 +246,16 @@ class StalenessBoundedQueue:
         self._num_taken += len(indices)
         self._emit("take", groups=len(indices))
         for index in indices:
-            self._prompt_of.pop(index, None)
+            self._prompts.finished(index)
         self._begin_search(indices)
         return [self._groups.pop(index) for index in indices]
 
     async def _wait_for_batch(self, count: int, or_when: Callable[[], bool] = lambda: False) -> None:
         """Until `take` has an answer, which may be an error."""
         self._admit_again()
-        begin = self._clock()
         try:
             async with asyncio.timeout(self._stall_timeout_s):
-                with waiting("the learner", f"a batch of {count} groups"):
+                with self._pace.waits(), waiting("the learner", f"a batch of {count} groups"):
                     await self._until(
                         lambda: (
                             or_when()
@@ -289,8 +267,6 @@ class StalenessBoundedQueue:
                     )
         except TimeoutError:
             raise StandstillError(self._who_waits(count)) from None
-        finally:
-            self._waited_s += self._clock() - begin
 
     def complete(self, step: int) -> None:
         if step != self._ledger.completed_steps:
@@ -319,7 +295,7 @@ class StalenessBoundedQueue:
             self._cut_off[index] = reason
             self._give_up(index, reason)
         self._begin_search([])
-        self._published_at, self._waited_s = self._clock(), 0.0
+        self._pace.begin_anew()
         return tuple(stale)
 
     @property
@@ -357,8 +333,7 @@ class StalenessBoundedQueue:
             waits = self._begin_anew.pop(index, None)
             self._ledger.give_up(index)
             self._cut_off.pop(index, None)
-            if self._requeues:
-                self._again.append(self._prompt_of.pop(index))
+            self._prompts.expired(index)
             self._emit("expire", admission=index, reason=reason, finished=is_ready)
             if is_ready:
                 self._store.discarded(self._groups.pop(index), Fate.EXPIRED, reason)
@@ -393,10 +368,9 @@ class StalenessBoundedQueue:
         self._ledger.retire(version)
         self._holds = False
         self._admit_again()
-        now, waited = self._clock(), self._waited_s
-        if self._adaptive and now > self._published_at:
-            self._adapt(waited / (now - self._published_at))
-        self._published_at, self._waited_s = now, 0.0
+        waiting_share = self._pace.begin_anew()
+        if self._adaptive and waiting_share is not None:
+            self._adapt(waiting_share)
         self._wake()
 
     @property
@@ -432,14 +406,10 @@ class StalenessBoundedQueue:
             self._wake()
 
     @property
-    def _has_prompt(self) -> bool:
-        return bool(self._again) or not self._data_ended
-
-    @property
     def _no_more(self) -> bool:
         """Nothing will be admitted any more; groups that run or wait may still expire, and their prompts come again."""
-        unfinished = self._prompt_of or self._begin_anew or self._may_roll_back
-        return self._closed or not (self._has_prompt or unfinished)
+        unfinished = self._prompts.may_come_again or self._begin_anew or self._may_roll_back
+        return self._closed or not (self._prompts.has_next or unfinished)
 
     @property
     def _may_begin_anew(self) -> bool:
@@ -491,7 +461,7 @@ class StalenessBoundedQueue:
 
     @property
     def _nothing_follows(self) -> bool:
-        return self._data_ended and not self._again and self._ledger.count(State.RUNNING) == 0
+        return not self._prompts.has_next and self._ledger.count(State.RUNNING) == 0
 
     def _wake(self) -> None:
         self._changed.set()
@@ -501,7 +471,7 @@ class StalenessBoundedQueue:
         if not self._producers:
             return
         going_on = len(self._producers) if self._no_more else len(self._begin_anew) if self._may_begin_anew else 0
-        if self._has_prompt and self._may_admit:
+        if self._prompts.has_next and self._may_admit:
             going_on += self._ledger.num_free
         while self._producers and going_on > 0:
             producer = self._producers.popleft()
@@ -512,7 +482,7 @@ class StalenessBoundedQueue:
     async def _until_admitted(self) -> None:
         """Until there is a slot to give out, or none will ever be. Whoever is woken and does not come to it, because
         another one was there before or it is cancelled, leaves the next one no worse off."""
-        while not (self._no_more or self._may_begin_anew or (self._has_prompt and self._may_admit)):
+        while not (self._no_more or self._may_begin_anew or (self._prompts.has_next and self._may_admit)):
             producer = asyncio.get_running_loop().create_future()
             self._producers.append(producer)
             try:
