@@ -141,7 +141,7 @@ class StepLine:
         print(" ".join([f"{step:>4} {version:>7}", *cells]), flush=True)
 
 
-def peaks_by_kind(summary: Mapping[str, Any]) -> str:
+def _peaks_by_kind(summary: Mapping[str, Any]) -> str:
     """``learner 812 MB, generator 640 MB``: of each kind of role that had processes of its own, the largest."""
     largest: dict[str, float] = {}
     for role, size in summary.get("roles_peak_memory_mb", {}).items():
@@ -164,7 +164,7 @@ def closing_words(summary: Mapping[str, Any]) -> str:
         f"{steps} in {summary['wall_s']:.0f} s of training (set-up {summary['setup_s']:.0f} s), "
         f"peak memory {summary['peak_memory_mb']:.0f} MB, numerics {summary['numerics']}"
     ]
-    if peaks := peaks_by_kind(summary):
+    if peaks := _peaks_by_kind(summary):
         lines.append(f"peak memory of other processes: {peaks}")
     for when in ("before", "after"):
         found = summary["held_out"][when]

@@ -22,7 +22,7 @@ from types import MappingProxyType
 from nearpolicy.errors import RolloutsError, StandstillError
 from nearpolicy.records import Admission, Fate, Group, Position
 from nearpolicy.roles import PromptSource, RunStore, Slot
-from nearpolicy.rollout_queue.config import hopeless_after
+from nearpolicy.rollout_queue.failures import Failures
 from nearpolicy.rollout_queue.ledger import Ledger, State
 from nearpolicy.rollout_queue.pace import NEVER_WAITS, WAITS_TOO_LONG, Pace
 from nearpolicy.rollout_queue.prompts import Asked, PromptLine
@@ -109,14 +109,13 @@ class StalenessBoundedQueue:
         self._between_steps = False
         """A step is done, and neither is it published nor has the next one begun."""
         self._closed = False
-        self.num_failed = 0
-        """Groups that failed since the start of the run."""
-        self._failed_in_a_row = 0
-        self._has_worked = False
-        """Whether any group of the run has been judged."""
-        self._last_failure = ""
+        self._failures = Failures()
         self.num_expired = 0
         """Groups that were beyond the bound before they could be consumed."""
+
+    @property
+    def num_failed(self) -> int:
+        return self._failures.total
 
     def restore(self, found: Position, *, published: int, begun: Mapping[int, int] = _NOTHING) -> None:
         """Stand where a run stood, with its first ``published`` steps in the generators' weights. Admissions that came
@@ -137,9 +136,9 @@ class StalenessBoundedQueue:
         unfinished = (*found.unfinished, *(group.admission for group in found.ready))
         self._prompts.restore(found.num_prompts, unfinished, found.expired_prompts)
         self._num_taken, self.num_undone = found.num_consumed, found.num_undone
-        self.num_failed, self.num_expired = found.num_failed, found.num_expired
+        self._failures = Failures(found.num_failed, has_worked=bool(found.num_consumed or found.ready))
+        self.num_expired = found.num_expired
         self.num_filtered, self._reasons = found.num_filtered, dict(found.filtered)
-        self._has_worked = bool(found.num_consumed or found.ready)
         behind = [] if found.last_consumed is None else [found.last_consumed]
         self._search_from = min([*self._left(), *self._reasons, *(index + 1 for index in behind)], default=0)
         self.expire()
@@ -198,20 +197,18 @@ class StalenessBoundedQueue:
             self._store.discarded(group, Fate.ABORTED, group.failure or ENDED)
         elif group.failure is not None:
             self._ledger.drop(index)
-            self.num_failed += 1
-            self._failed_in_a_row += 1
-            self._last_failure = group.failure
+            self._failures.failed(group.failure)
             self._store.discarded(group, Fate.FAILED, group.failure)
             self._emit("fail", admission=index, reason=group.failure)
         elif (reason := self._left_out(group)) is not None:
-            self._failed_in_a_row, self._has_worked = 0, True
+            self._failures.worked()
             self._ledger.drop(index)
             self.num_filtered += 1
             self._reasons[index] = reason
             self._store.discarded(group, Fate.FILTERED, reason)
             self._emit("filter", admission=index, reason=reason)
         else:
-            self._failed_in_a_row, self._has_worked = 0, True
+            self._failures.worked()
             self._ledger.ready(index, group.oldest_version)
             self._groups[index] = group
             self._store.filled(group)
@@ -231,7 +228,7 @@ class StalenessBoundedQueue:
         await self._wait_for_batch(count)
         if self._is_hopeless:
             raise RolloutsError(
-                f"{self._failed_in_a_row} groups in a row failed, the last because: {self._last_failure}"
+                f"{self._failures.in_a_row} groups in a row failed, the last because: {self._failures.last}"
             )
         indices = self._ledger.batch(count)
         if indices is None and self._is_searched and not self._nothing_follows:
@@ -457,7 +454,7 @@ class StalenessBoundedQueue:
 
     @property
     def _is_hopeless(self) -> bool:
-        return self._failed_in_a_row >= hopeless_after(self._ledger.num_slots, has_worked=self._has_worked)
+        return self._failures.are_hopeless(self._ledger.num_slots)
 
     @property
     def _nothing_follows(self) -> bool:
@@ -498,12 +495,12 @@ class StalenessBoundedQueue:
             await self._changed.wait()
 
     def _who_waits(self, count: int) -> str:
-        count_of, running = self._ledger.count, self._ledger.indices(State.RUNNING)
+        count_of, running, failed = self._ledger.count, self._ledger.indices(State.RUNNING), self._failures
         oldest = ", ".join(map(str, running[:5])) + (", ..." if len(running) > 5 else "")
         named = f" (admission{'s' if len(running) > 1 else ''} {oldest})" if running else ""
         return (
             f"the learner has waited {self._stall_timeout_s:g} s (queue.stall_timeout_s) for a batch of {count} "
             f"groups: {count_of(State.READY)} are ready, {len(running)} are still running{named}, "
             f"{count_of(State.CONSUMED)} of {self._ledger.num_slots} slots wait for a publication"
-            + (f"; {self.num_failed} have failed, the last because: {self._last_failure}" if self.num_failed else "")
+            + (f"; {failed.total} have failed, the last because: {failed.last}" if failed.total else "")
         )

@@ -8,7 +8,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
@@ -74,6 +74,20 @@ def why_lost(error: BaseException, limit: int = 120) -> str:
         if _UNREACHED.match(str(error)):
             return "it cannot be reached"
     return described(error, limit)
+
+
+@contextlib.contextmanager
+def deaths_as(lost: Callable[[str], Exception], limit: int = 120) -> Iterator[None]:
+    """Where Ray says that an actor is no more, or out of reach, this error, made of why. What a call itself raised
+    there, and that it takes too long, stay as they are."""
+    from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+    try:
+        yield
+    except (RayTaskError, GetTimeoutError):
+        raise
+    except RayError as error:
+        raise lost(why_lost(error, limit)) from error
 
 
 class Diary:

@@ -22,7 +22,7 @@ from typing import Any
 
 from nearpolicy.config import RunConfig
 from nearpolicy.errors import ConfigError, ControllerLost, RunFolderError
-from nearpolicy.launch.ray.calls import Answer, Place, answered, here, require_same_versions, why_lost
+from nearpolicy.launch.ray.calls import Answer, Place, answered, deaths_as, here, require_same_versions
 from nearpolicy.launch.ray.cluster import Cluster, require_nothing_left
 from nearpolicy.launch.session import Session, run_session
 from nearpolicy.placement import OF_CONTROLLER, Rooms
@@ -246,11 +246,5 @@ class SessionInActor(Session):
 
 async def _of_actor(answer: Awaitable[Any]) -> Any:
     """`ControllerLost` where Ray says that the actor is no more."""
-    from ray.exceptions import RayError, RayTaskError
-
-    try:
+    with deaths_as(lambda why: ControllerLost(f"the controller is lost: {why}"), 200):
         return await answer
-    except RayTaskError:
-        raise
-    except RayError as error:
-        raise ControllerLost(f"the controller is lost: {why_lost(error, 200)}") from error

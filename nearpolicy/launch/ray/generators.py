@@ -7,7 +7,7 @@ from typing import Any
 
 from nearpolicy.errors import EngineError
 from nearpolicy.generator.wire import unpack_told
-from nearpolicy.launch.ray.calls import why_lost
+from nearpolicy.launch.ray.calls import deaths_as
 from nearpolicy.launch.ray.parcels import losses_told, sent
 from nearpolicy.roles import Capabilities, Placed, Told, Weights
 
@@ -54,11 +54,5 @@ class GeneratorMember:
 
     async def _do(self, verb: str, *arguments: Any) -> Any:
         """`EngineError` where Ray says that the actor is no more."""
-        from ray.exceptions import RayError, RayTaskError
-
-        try:
+        with deaths_as(EngineError):
             return await self.actor.do.remote(verb, *arguments)
-        except RayTaskError:
-            raise
-        except RayError as error:
-            raise EngineError(why_lost(error)) from error

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from nearpolicy.errors import ConfigError, NearpolicyError, RecordLost, StandstillError
-from nearpolicy.launch.ray.calls import Answer, answered, why_lost
+from nearpolicy.launch.ray.calls import Answer, answered, deaths_as
 from nearpolicy.launch.ray.parcels import PARCELS, Sent, as_sent, kept, received
 from nearpolicy.machine import collect_garbage_rarely
 from nearpolicy.store.calls import Said
@@ -183,22 +183,22 @@ class ActorWriter:
 
     def _answer(self, reference: Any, limit_s: float | None) -> Any:
         import ray
-        from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+        from ray.exceptions import GetTimeoutError
 
         try:
-            answer: Answer = ray.get(reference, timeout=limit_s)
+            with deaths_as(self._lost, 200):
+                answer: Answer = ray.get(reference, timeout=limit_s)
         except GetTimeoutError:
             raise StandstillError(
                 f"the actor that writes the record of {self._folder.path} has not answered for {limit_s:.0f} s"
             ) from None
-        except RayTaskError:
-            raise
-        except RayError as error:
-            raise RecordLost(
-                f"the actor that writes the record of {self._folder.path} has died ({why_lost(error, 200)}). What it "
-                f"had committed is there: `nearpolicy train --resume {self._folder.path}` goes on from that"
-            ) from error
         return answer.result()
+
+    def _lost(self, why: str) -> RecordLost:
+        return RecordLost(
+            f"the actor that writes the record of {self._folder.path} has died ({why}). What it had committed is "
+            f"there: `nearpolicy train --resume {self._folder.path}` goes on from that"
+        )
 
 
 def _first_that_fails(calls: Sequence[Said]) -> int:
@@ -250,16 +250,13 @@ class ActorRecord(RunRecord):
 
 def _opened(actor: Any, verb: str, folder: RunFolder, options: Mapping[str, Any], limit_s: float) -> Opened:
     import ray
-    from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+    from ray.exceptions import GetTimeoutError
 
     try:
-        answer: Answer = ray.get(getattr(actor, verb).remote(folder, dict(options)), timeout=limit_s)
+        with deaths_as(lambda why: ConfigError(f"the actor of the record to begin: its process ended ({why})"), 600):
+            answer: Answer = ray.get(getattr(actor, verb).remote(folder, dict(options)), timeout=limit_s)
     except GetTimeoutError:
         raise ConfigError(
             f"the actor of the record to begin: not within {limit_s:g} s (runtime.start_timeout_s)"
         ) from None
-    except RayTaskError:
-        raise
-    except RayError as error:
-        raise ConfigError(f"the actor of the record to begin: its process ended ({why_lost(error, 600)})") from error
     return answer.result()
