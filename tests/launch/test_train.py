@@ -105,7 +105,7 @@ def test_closing_words_say_what_was_not_judged_and_what_memory_each_kind_of_proc
             "wall_s": 1.0,
             "setup_s": 1.0,
             "peak_memory_mb": 9.0,
-            "roles_peak_memory_mb": {"learner 0": 20.0, "learner 1": 1021.0, "generator 0": 12.4},
+            "roles_peak_memory_mb": {"learner 0": 1021.0, "learner 1": 20.0, "generator 0": 12.4},
             "numerics": "exact",
             "held_out": {"before": some, "after": none},
             "ledger": {"trained": 300, "masked": 100, "lost": 0, "replayed": 20},
